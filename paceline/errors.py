@@ -1,0 +1,47 @@
+"""Every error that a user can cause or meet, in one tree.
+
+    PacelineError            anything the command line prints without a traceback
+    ├── ConfigError          a setting that is unknown, contradictory or changed where it must not change
+    ├── DataError            an input file, a row or a data set that cannot be used
+    ├── ModelError           a target or drafter folder that cannot be loaded or does not fit
+    ├── CheckpointError      a run folder or checkpoint that is missing, damaged or of another run
+    └── PipelineError        a role failed while a run was going; carries role and batch number
+
+A message says what was seen, what was wanted and what to change.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of all errors that end a command with a message and a non-zero exit."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """A setting is unknown, contradictory, or changed where it must not change."""
+
+
+class DataError(PacelineError, ValueError):
+    """An input file, a row or a data set cannot be used."""
+
+
+class ModelError(PacelineError, ValueError):
+    """A target or a drafter cannot be loaded, or the two do not fit together."""
+
+
+class CheckpointError(PacelineError):
+    """A run folder or a checkpoint is missing, damaged, or belongs to another run."""
+
+
+class PipelineError(PacelineError):
+    """A role of a running pipeline failed.
+
+    Attributes:
+        role: Name of the role, for example ``target-1``.
+        batch: Number of the batch it was working on, or None between batches.
+    """
+
+    def __init__(self, message: str, *, role: str, batch: int | None) -> None:
+        super().__init__(message)
+        self.role = role
+        self.batch = batch
