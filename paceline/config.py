@@ -1,0 +1,340 @@
+"""The run file: one YAML tree, plus dotted overrides, checked before anything is loaded.
+
+Every field has its unit, effect and source here and nowhere else. ``auto`` values are resolved once, by
+``plan.resolve``, and the resolved tree is what the run folder keeps. This file knows neither torch nor devices.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from paceline.errors import ConfigError
+
+Auto = Literal["auto"]
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Run(_Section):
+    dir: str = "runs/drafter"
+    """Run folder: config, metrics, checkpoints. `train` on an existing one resumes it."""
+    seed: int = Field(default=0, ge=0)
+    """Keys every random choice together with the batch number; nothing else is random."""
+    deterministic: bool = False
+    """Bit-reproducible kernels and one compute thread a role; slower on a GPU."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps after which the run ends, and which the learning-rate schedule spans; None: until `data.epochs`
+    are used up."""
+    device: str = "auto"
+    """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
+
+
+class Target(_Section):
+    path: str
+    """Folder of a Transformers decoder-only model, or a hub id."""
+    revision: str | None = None
+    """Hub revision; None: the default branch."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and features of the target. auto: float32 on the CPU, bfloat16 on a GPU."""
+    layer_ids: Auto | tuple[int, ...] = "auto"
+    """Tapped decoder layers, counted from 0 (HF `hidden_states[i + 1]`), in the order of the drafter's input.
+    auto: the published spread of five, `round(1 + i * (L - 4) / 4)`. Source: z-lab's DFlash code."""
+    packing: Literal["auto", "packed", "per_document"] = "auto"
+    """How documents of a row run through the target. auto: one by one on the CPU (same bits in any packing); packed on
+    a GPU where a probe of the real model shows that documents stay apart, else one by one."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+
+
+class Draft(_Section):
+    kind: Literal["dflash"] = "dflash"
+    """Drafter class."""
+    num_layers: int = Field(default=5, ge=1)
+    """Decoder layers of the drafter. Source: DFlash, section 5."""
+    block_size: int = Field(default=16, ge=2)
+    """K: slots in a block, the anchor included, so K - 1 tokens are drafted at a time."""
+    mask_token_id: Auto | int = "auto"
+    """Filler of slots 1..K-1: a row of the target's embedding that never occurs in data. auto: an unused one."""
+    layer_types: Literal["full", "sliding"] | tuple[LayerType, ...] = "full"
+    """Attention to the context in each layer: `full`, `sliding`, or one entry a layer."""
+    is_causal: Auto | bool = "auto"
+    """Attention inside a block. auto: bidirectional. Always written on export."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Context window of sliding layers in tokens: visible iff query - key < window."""
+    num_attention_heads: Auto | int = "auto"
+    """Query heads. auto: the target's, or heads of 128 where the target's heads are wider."""
+    num_key_value_heads: Auto | int = "auto"
+    """Key/value heads; divides `num_attention_heads`. auto: as above."""
+    head_dim: Auto | int = "auto"
+    """Size of a head. auto: the target's, at most 128, the width that every engine's kernels accept."""
+    intermediate_size: Auto | int = "auto"
+    """Width of the MLP. auto: the target's."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type; master weights and moments are float32. auto: float32 on the CPU, bfloat16 on a GPU."""
+
+
+class Data(_Section):
+    path: str
+    """Folder written by `paceline prepare`."""
+    epochs: int = Field(default=6, ge=1)
+    """Passes over the training rows. Source: DFlash, section 5 (six)."""
+    max_length: int = Field(default=3072, ge=2)
+    """Longest row accepted, in tokens; a data set with longer rows is refused. Source: DFlash, section 5."""
+    validation: float = Field(default=0.005, ge=0.0, lt=1.0)
+    """Share of conversations held out, chosen by hash, so that rows of one conversation stay on one side. 0: none."""
+
+
+class Anchors(_Section):
+    per_token: float = Field(default=0.1667, gt=0.0, le=1.0)
+    """Anchor slots per token of a packed row. Source: DFlash, A.1 (512 per 3,072 tokens)."""
+
+
+class Loss(_Section):
+    kind: Literal["decay"] = "decay"
+    """Weights of the slots: exponential decay."""
+    gamma: Auto | float = "auto"
+    """Decay length in positions. auto: `default_gamma(block_size)`."""
+
+    @field_validator("gamma")
+    @classmethod
+    def _positive(cls, value: str | float) -> str | float:
+        if not isinstance(value, str) and value <= 0:
+            raise ValueError("gamma must be above 0")
+        return value
+
+
+class Optim(_Section):
+    lr: float = Field(default=6e-4, gt=0.0)
+    """Peak learning rate of AdamW. Source: DFlash, A.1."""
+    warmup_ratio: float = Field(default=0.04, ge=0.0, lt=1.0)
+    """Share of the steps over which the rate rises linearly. Source: DFlash, A.1."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Rate at the last step as a share of `lr`; the cosine ends there."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging constants; the paper gives none."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """AdamW's decoupled decay, on matrices only."""
+    clip: float = Field(default=1.0, gt=0.0)
+    """Largest global gradient norm. Source: DFlash, A.1."""
+    tokens_per_step: Auto | int = "auto"
+    """Packed tokens of an optimizer step; a multiple of `pipeline.tokens_per_batch` x `topology.drafters`.
+    auto: 98,304 (32 rows of 3,072), or less so that a run has at least 500 steps."""
+
+
+class Topology(_Section):
+    executor: Literal["local"] = "local"
+    """`local`: one process, roles are threads."""
+    layout: Literal["auto", "colocated", "split"] = "auto"
+    """colocated: target and drafter in turn. split: target threads beside one drafter. auto: split on the CPU or with
+    several targets, else colocated."""
+    targets: int = Field(default=1, ge=1)
+    """N: target roles."""
+    drafters: int = Field(default=1, ge=1, le=1)
+    """M: drafter roles; one on the local executor."""
+    threads: Auto | int = "auto"
+    """Compute threads of each role on the CPU. auto: 1, or every core when target and drafter take turns."""
+
+
+class Pipeline(_Section):
+    tokens_per_batch: Auto | int = "auto"
+    """S: tokens of a packed row. auto: 12,288 on a GPU, 2,048 on the CPU, or the longest row if that is longer."""
+    queue_depth: Auto | int = "auto"
+    """Batches that may wait between targets and drafter. auto: 2 per drafter + 1 per target."""
+    queue_gib: float = Field(default=4.0, gt=0.0)
+    """Bytes that may wait there, in GiB; the batch that the drafter needs next always passes."""
+    min_ready: int = Field(default=1, ge=1)
+    """Batches that must be ready before the drafter takes one; at most `queue_depth`."""
+    feature_cache_gib: float = Field(default=0.0, ge=0.0)
+    """Host memory for features kept over epochs, in GiB. CPU only: there a document's features are the same bits in
+    any packing. 0: off."""
+
+
+class Checkpoint(_Section):
+    every_steps: int = Field(default=500, ge=1)
+    """Steps between saves; the last step is always saved."""
+    keep_last: int = Field(default=3, ge=1)
+    """Newest checkpoints kept; those that `latest` and `best` point to always stay."""
+
+
+class Eval(_Section):
+    validate_every: int = Field(default=500, ge=1)
+    """Steps between measurements of the acceptance length on the held-out rows."""
+    validate_rows: int = Field(default=64, ge=1)
+    """Held-out rows used for it, the first by hash order."""
+
+
+class RunConfig(_Section):
+    run: Run = Run()
+    target: Target
+    draft: Draft = Draft()
+    data: Data
+    anchors: Anchors = Anchors()
+    loss: Loss = Loss()
+    optim: Optim = Optim()
+    topology: Topology = Topology()
+    pipeline: Pipeline = Pipeline()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        depth = self.pipeline.queue_depth
+        if depth != "auto" and depth < 1:
+            raise ValueError(f"pipeline.queue_depth={depth} must be at least 1")
+        if depth != "auto" and self.pipeline.min_ready > depth:
+            raise ValueError(
+                f"pipeline.min_ready={self.pipeline.min_ready} is above pipeline.queue_depth={depth}: "
+                "the drafter would wait for ever"
+            )
+        types = self.draft.layer_types
+        if not isinstance(types, str) and len(types) != self.draft.num_layers:
+            raise ValueError(f"draft.layer_types has {len(types)} entries for draft.num_layers={self.draft.num_layers}")
+        if (types == "sliding" or "sliding_attention" in types) and self.draft.sliding_window is None:
+            raise ValueError("draft.layer_types has sliding layers: set draft.sliding_window")
+        return self
+
+
+FREE_TO_CHANGE = (
+    "run.dir",
+    "run.device",
+    "topology",
+    "pipeline.queue_depth",
+    "pipeline.queue_gib",
+    "pipeline.min_ready",
+    "pipeline.feature_cache_gib",
+    "checkpoint",
+    "target.path",
+    "data.path",
+)
+"""Keys that a resumed run may change: they do not change which numbers are computed. The contents behind
+`target.path` and `data.path` are compared by fingerprint instead."""
+
+
+def default_gamma(block_size: int) -> float:
+    """Decay length for a block size: 4, 5, 7 at K = 8, 10, 16, linear between, in proportion outside.
+
+    Source: DFlash, A.1, gives the three values.
+    """
+    points = [(0, 0.0), (8, 4.0), (10, 5.0), (16, 7.0)]
+    for (k0, g0), (k1, g1) in zip(points[:-1], points[1:], strict=True):
+        if block_size <= k1:
+            return g0 + (g1 - g0) * (block_size - k0) / (k1 - k0)
+    return 7.0 * block_size / 16
+
+
+def load_config(path: Path | str | None, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run file and apply dotted overrides.
+
+    Args:
+        path: YAML file, or None for overrides alone.
+        overrides: ``section.key=value`` with the value in YAML, for example ``optim.lr=3e-4``.
+    Raises: ConfigError naming the key, what was seen and the nearest valid key.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"run file {path} cannot be read: {error.strerror}") from error
+        try:
+            loaded = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"run file {path} is not valid YAML: {error}") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"run file {path} holds a {type(loaded).__name__}; sections such as target: were wanted")
+        tree = loaded or {}
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> RunConfig:
+    """Validate a plain tree. Raises: ConfigError with one line a problem."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from error
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or len(parts) != 2 or not all(parts):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, for example optim.lr=3e-4")
+    try:
+        value = yaml.safe_load(text) if text.strip() else None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    section = tree.setdefault(parts[0], {})
+    if section is None:
+        section = tree[parts[0]] = {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"section {parts[0]} holds {section!r}; keys such as {key} were wanted")
+    section[parts[1]] = value
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key of the tree, in its order."""
+    return [
+        f"{name}.{key}"
+        for name, section in RunConfig.model_fields.items()
+        for key in section.annotation.model_fields  # type: ignore[union-attr]  # every field is a section
+    ]
+
+
+def _explain(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location[:2])
+    if problem["type"] == "extra_forbidden":
+        known = valid_keys() if len(location) > 1 else list(RunConfig.model_fields)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        if not near:  # the key may sit in the wrong section
+            leaf = location[-1]
+            near = [name for name in valid_keys() if name.split(".")[-1] == leaf][:1]
+        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+    if problem["type"] == "missing":
+        return f"{key} is missing: it has no default"
+    message: str = problem["msg"].removeprefix("Value error, ")
+    if not location:
+        return message
+    return f"{key}={problem['input']!r}: {message}"
+
+
+def flatten(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values, in the order of the tree, as plain JSON values."""
+    for section, keys in config.model_dump(mode="json").items():
+        for key, value in keys.items():
+            yield f"{section}.{key}", value
+
+
+def is_free_to_change(key: str) -> bool:
+    """Whether a resumed run may have another value of this dotted key."""
+    return any(key == free or key.startswith(free + ".") for free in FREE_TO_CHANGE)
+
+
+def changed_keys(saved: RunConfig, wanted: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Keys in which `wanted` asks for other training than `saved` (a resolved config), with both values.
+
+    ``auto`` in `wanted` agrees with whatever it was resolved to.
+    """
+    new = dict(flatten(wanted))
+    return [
+        (key, old, new[key])
+        for key, old in flatten(saved)
+        if not is_free_to_change(key) and new[key] != old and new[key] != "auto"
+    ]
+
+
+def dump_config(config: RunConfig) -> str:
+    """The tree as YAML, in its own order, that `load_config` reads back to an equal tree."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return text
