@@ -1,0 +1,77 @@
+"""What a block holds: its input tokens, its positions, its labels and their weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.dflash.anchors import Anchors
+
+
+def make_noise_blocks(input_ids: Tensor, anchors: Anchors, block_size: int, mask_token_id: int) -> Tensor:
+    """Block inputs: slot 0 is the anchor's token, slots 1..K-1 are the mask token; an empty slot is all mask.
+
+    Args:
+        input_ids: int64 ``[S]``.
+    Returns: int64 ``[A, K]``.
+    """
+    noise_ids = input_ids.new_full((len(anchors.positions), block_size), mask_token_id)
+    noise_ids[:, 0] = torch.where(anchors.keep, input_ids[anchors.positions], mask_token_id)
+    return noise_ids
+
+
+def block_positions(anchors: Anchors, position_ids: Tensor, block_size: int) -> Tensor:
+    """Positions of the block's slots inside the anchor's document: a, a + 1, ..., a + K - 1, also past its end.
+
+    Args:
+        position_ids: int64 ``[S]``, restarting in every document.
+    Returns: int64 ``[A, K]``; an empty slot counts from the row's first position.
+    """
+    return position_ids[anchors.positions][:, None] + torch.arange(block_size)
+
+
+def block_labels(
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    document_ids: Tensor,
+    anchors: Anchors,
+    block_size: int,
+    label_shift: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Tokens that the block has to predict, and which of them count.
+
+    With `label_shift` 0 slot k predicts the token at ``anchor + k`` and slot 0, the anchor itself, predicts nothing:
+    columns are slots 1..K-1. With 1 slot k predicts ``anchor + k + 1``: columns are slots 0..K-1. Column j is
+    therefore always the (j + 1)-th token after the anchor.
+
+    Args:
+        input_ids: int64 ``[S]``.
+        loss_mask: bool ``[S]``.
+        document_ids: int ``[S]``.
+    Returns: labels int64 ``[A, J]`` (0 where not valid) and valid bool ``[A, J]``: inside the row and the anchor's
+        document, supervised, and of a kept anchor.
+    """
+    offsets = torch.arange(1, block_size + label_shift)
+    positions = anchors.positions[:, None] + offsets
+    inside = positions < len(input_ids)
+    positions = positions.clamp(max=len(input_ids) - 1)
+    same_document = document_ids[positions] == document_ids[anchors.positions][:, None]
+    valid = inside & same_document & loss_mask[positions] & anchors.keep[:, None]
+    return torch.where(valid, input_ids[positions], 0), valid
+
+
+def decay_weights(num_predicted: int, gamma: float) -> Tensor:
+    """Loss weight of each predicted token: an early miss also wastes the tokens after it.
+
+    w_j = exp(-j / gamma) for the (j + 1)-th token after the anchor, so the first weighs 1.
+    Source: DFlash, arXiv:2602.06036, the position-dependent loss weight.
+
+    Args:
+        num_predicted: J, predicted tokens of a block; at least 1.
+        gamma: Decay length in positions, > 0.
+    Returns: float32 ``[J]``.
+    Raises: ValueError if gamma <= 0 or num_predicted < 1.
+    """
+    if gamma <= 0 or num_predicted < 1:
+        raise ValueError(f"decay_weights needs gamma > 0 and a predicted token, got {gamma=}, {num_predicted=}")
+    return torch.exp(-torch.arange(num_predicted, dtype=torch.float32) / gamma)
