@@ -1,0 +1,163 @@
+"""Attention of draft blocks to their document's context and to themselves.
+
+Two backends compute the same function: `attend_per_document`, which touches only the keys that a document's blocks may
+see and is the one in use, and `attend_dense`, one call over the whole row with the mask of `dflash.mask`, the
+reference. Shape letters: A anchor slots, K block size, S context tokens, N query heads, M key/value heads, H head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.dflash.anchors import Anchors, make_anchors
+from paceline.dflash.mask import block_visible, context_visible, dense_mask
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What a layer's slots may see beyond the method's own rule.
+
+    Attributes:
+        causal: Slots see their block only up to themselves.
+        window: Keys at this distance or more are hidden; None: no window.
+    """
+
+    causal: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where the blocks of a row stand; made on the host, so that no kernel has to ask the device.
+
+    Attributes:
+        anchors: The row's anchor slots.
+        starts: int64 ``[A]``; first position of each anchor's document.
+        block_size: K.
+        context_len: S.
+        groups: For every document with blocks: (first context token, end of the context that its last block sees,
+            first slot, end of its slots).
+    """
+
+    anchors: Anchors
+    starts: Tensor
+    block_size: int
+    context_len: int
+    groups: tuple[tuple[int, int, int, int], ...]
+
+    @classmethod
+    def of_row(
+        cls, anchors: Anchors, document_starts: tuple[int, ...], block_size: int, context_len: int
+    ) -> BlockLayout:
+        """Layout of a packed row. Documents are ``[document_starts[d], document_starts[d + 1])``."""
+        kept = anchors.positions[: anchors.num_kept].contiguous()
+        edges = torch.tensor(document_starts)
+        slot_edges = torch.searchsorted(kept, edges).tolist()
+        document = torch.searchsorted(edges, kept, right=True) - 1
+        starts = torch.zeros_like(anchors.positions)
+        starts[: len(kept)] = edges[document]
+        groups = tuple(
+            (start, int(kept[last - 1]), first, last)
+            for start, first, last in zip(document_starts[:-1], slot_edges[:-1], slot_edges[1:], strict=True)
+            if last > first
+        )
+        return cls(anchors, starts, block_size, context_len, groups)
+
+    @classmethod
+    def of_decode(cls, context_len: int, block_size: int) -> BlockLayout:
+        """Layout of the one block that is drafted after `context_len` tokens."""
+        anchors = make_anchors(torch.tensor([context_len]))
+        return cls(anchors, torch.zeros(1, dtype=torch.int64), block_size, context_len, ((0, context_len, 0, 1),))
+
+
+def attend_per_document(
+    query: Tensor,
+    context_key: Tensor,
+    context_value: Tensor,
+    block_key: Tensor,
+    block_value: Tensor,
+    layout: BlockLayout,
+    visibility: Visibility,
+) -> Tensor:
+    """Softmax attention of every block over its document's context and itself.
+
+    Args:
+        query: ``[A, K, N, H]``, rotated and normalised.
+        context_key, context_value: ``[S, M, H]``; N is a multiple of M.
+        block_key, block_value: ``[A, K, M, H]``.
+    Returns: ``[A, K, N, H]``; zeros in empty slots.
+    """
+    slots = torch.arange(layout.block_size)
+    own = block_visible(slots[:, None], slots[None, :], visibility.causal, visibility.window)  # [K, K]
+    outputs = []
+    for context_start, context_end, first, last in layout.groups:
+        context = context_visible(
+            torch.arange(context_start, context_end),
+            torch.tensor(context_start),
+            layout.anchors.positions[first:last, None, None],
+            slots[None, :, None],
+            visibility.window,
+        ).expand(-1, layout.block_size, -1)  # [n, K, C]
+        visible = torch.cat([context, own.expand(last - first, -1, -1)], dim=2)
+        outputs.append(
+            _attend_group(
+                query[first:last],
+                context_key[context_start:context_end],
+                context_value[context_start:context_end],
+                block_key[first:last],
+                block_value[first:last],
+                visible.to(query.device, non_blocking=True),
+            )
+        )
+    used = layout.groups[-1][3] if layout.groups else 0
+    if used < len(query) or not outputs:
+        outputs.append(torch.zeros_like(query[used:]))
+    return torch.cat(outputs)
+
+
+def _attend_group(
+    query: Tensor, context_key: Tensor, context_value: Tensor, block_key: Tensor, block_value: Tensor, visible: Tensor
+) -> Tensor:
+    """Blocks of one document. The context is one large matmul for all of them; `visible` is bool ``[n, K, C + K]``."""
+    n, k, num_heads, head_dim = query.shape
+    num_kv, context_len = context_key.shape[1], context_key.shape[0]
+    per_kv = num_heads // num_kv
+    grouped = query.view(n, k, num_kv, per_kv, head_dim).permute(2, 0, 3, 1, 4)  # [M, n, N/M, K, H]
+    rows = grouped.reshape(num_kv, n * per_kv * k, head_dim) * head_dim**-0.5
+    to_context = rows @ context_key.permute(1, 2, 0)  # [M, n * N/M * K, C]
+    to_block = rows.view(num_kv, n, per_kv * k, head_dim) @ block_key.permute(2, 0, 3, 1)  # [M, n, N/M * K, K]
+    scores = torch.cat([to_context.view(num_kv, n, per_kv, k, context_len), to_block.view(num_kv, n, per_kv, k, k)], -1)
+    weights = scores.float().masked_fill(~visible[:, None], float("-inf")).softmax(-1).to(context_value.dtype)
+    on_context, on_block = weights.split([context_len, k], dim=-1)
+    on_context = on_context.reshape(num_kv, n * per_kv * k, context_len)  # no -1: an anchor may have no context at all
+    from_context = on_context @ context_value.transpose(0, 1)  # [M, n * N/M * K, H]
+    from_block = on_block.reshape(num_kv, n, per_kv * k, k) @ block_value.permute(2, 0, 1, 3)  # [M, n, N/M * K, H]
+    joined = from_context.view(num_kv, n, per_kv, k, head_dim) + from_block.view(num_kv, n, per_kv, k, head_dim)
+    return joined.permute(1, 3, 0, 2, 4).reshape(n, k, num_heads, head_dim)
+
+
+def attend_dense(
+    query: Tensor,
+    context_key: Tensor,
+    context_value: Tensor,
+    block_key: Tensor,
+    block_value: Tensor,
+    layout: BlockLayout,
+    visibility: Visibility,
+) -> Tensor:
+    """The same function by one masked call over the whole row: the reference; memory grows with ``A*K * (S + A*K)``."""
+    mask = dense_mask(
+        layout.anchors.positions, layout.anchors.keep, layout.starts, layout.context_len, layout.block_size,
+        visibility.causal, visibility.window,
+    )  # fmt: skip
+    key = torch.cat([context_key, block_key.flatten(0, 1)]).transpose(0, 1)
+    value = torch.cat([context_value, block_value.flatten(0, 1)]).transpose(0, 1)
+    out = F.scaled_dot_product_attention(
+        query.flatten(0, 1).transpose(0, 1)[None], key[None], value[None],
+        attn_mask=mask.to(query.device), enable_gqa=True,
+    )  # fmt: skip
+    return out[0].transpose(0, 1).view_as(query)
