@@ -1,0 +1,1 @@
+"""The frozen target and the drafter. Knows neither queues nor the optimizer."""

@@ -1,0 +1,279 @@
+"""The drafter: a few decoder layers that turn a block of masks into drafted tokens, given the target's features.
+
+Tensor names and shapes are those of released DFlash checkpoints. Context tokens exist only as keys and values, made
+from the fused feature; queries are the block's slots. A drafter class states what it needs from the target, its label
+shift, its loss and how it drafts; the training step and the decode loop ask it and know no kind by name.
+Shape letters: S context tokens, A blocks, K block size, J predicted tokens of a block, L taps, D hidden, N query heads,
+M key/value heads, H head size.
+Source: DFlash, arXiv:2602.06036, section 4 and A.3; z-lab's released model code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from paceline.dflash.anchors import Anchors
+from paceline.kernels.attention import BlockLayout, Visibility, attend_per_document
+from paceline.kernels.linear_cross_entropy import Head, weighted_linear_cross_entropy
+from paceline.records import FeatureBatch
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, BlockLayout, Visibility], Tensor]
+ContextKV = list[tuple[Tensor, Tensor]]
+"""Rotated keys and values ``[S, M, H]`` of the context, one pair a layer."""
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """Everything that fixes a drafter's weights and their meaning; what a checkpoint and an export write down.
+
+    Attributes:
+        target_layer_ids: Tapped target layers, 0-based.
+        num_target_layers: Layers of the whole target.
+        rope: Rotary settings, theta included; the target's.
+        layer_types: ``full_attention`` or ``sliding_attention``, one a layer.
+        is_causal: Attention inside a block.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: dict[str, Any]
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    layer_types: tuple[str, ...]
+    is_causal: bool = False
+    sliding_window: int | None = None
+    kind: str = field(default="dflash")
+
+    def visibility(self, layer: int) -> Visibility:
+        """What the slots of a layer see."""
+        sliding = self.layer_types[layer] == "sliding_attention"
+        return Visibility(causal=self.is_causal, window=self.sliding_window if sliding else None)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+class Rotary:
+    """Rotary positions over the whole head, NeoX half-split. Frequencies stay float32 whatever the drafter's type."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        config = transformers.Qwen3Config(
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_position_embeddings,
+            rope_parameters=dict(shape.rope),
+        )
+        embedding = Qwen3RotaryEmbedding(config)
+        self.inv_freq = embedding.inv_freq.float()
+        self.scale = float(embedding.attention_scaling)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate ``[..., heads, H]`` by positions ``[...]``."""
+        angles = positions[..., None].float() * self.inv_freq.to(positions.device)  # [..., H/2]
+        cos = (angles.cos() * self.scale).to(x.dtype)[..., None, :]
+        sin = (angles.sin() * self.scale).to(x.dtype)[..., None, :]
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        width, head_dim = shape.hidden_size, shape.head_dim
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(width, shape.num_attention_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, shape.num_key_value_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, shape.num_key_value_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * head_dim, width, bias=False)
+        self.q_norm = RMSNorm(head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, shape.rms_norm_eps)
+
+    def query(self, x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+        """``[..., D]`` to rotated ``[..., N, H]``."""
+        return rotary.rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), positions)
+
+    def key_value(self, x: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """``[..., D]`` to rotated keys and plain values ``[..., M, H]``; context and block share the weights."""
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return rotary.rotate(key, positions), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = DraftAttention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = DraftMLP(shape)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        context_kv: tuple[Tensor, Tensor],
+        rotary: Rotary,
+        attend: Attend,
+        layout: BlockLayout,
+        visibility: Visibility,
+    ) -> Tensor:
+        y = self.input_layernorm(x)
+        query = self.self_attn.query(y, positions, rotary)
+        key, value = self.self_attn.key_value(y, positions, rotary)
+        context_key, context_value = context_kv
+        attended = attend(query, context_key, context_value, key, value, layout, visibility)
+        x = x + self.self_attn.o_proj(attended.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDrafter(nn.Module):
+    """The DFlash drafter: slot k of a block predicts the token at anchor + k; slot 0 is the anchor.
+
+    Class attributes state what the kind needs, so that the step, the records and the decode loop need not know it.
+    """
+
+    needs_last_hidden: ClassVar[bool] = False
+    """Whether the target has to deliver its last hidden state beside the taps."""
+    label_shift: ClassVar[int] = 0
+    """0: slot k predicts anchor + k; 1: anchor + k + 1."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.rotary = Rotary(shape)
+
+    @property
+    def num_predicted(self) -> int:
+        """J: tokens drafted by a block."""
+        return self.shape.block_size - 1 + self.label_shift
+
+    def initialise(self, seed: int, embed: nn.Module, head: Head) -> None:
+        """Random weights, made on the host so that every device starts alike: N(0, 0.02) matrices, unit norms.
+
+        The final norm starts lower. At first a slot's hidden state is its input embedding, normed; rows of a tied
+        embedding are long and share a mean, so a unit norm would give logits a deviation of 16 (SmolLM2-135M), and a
+        third of that still starts at a loss of 25. It starts where the logits of a mask slot deviate by 2 (by 1 the
+        first dozen steps are slower: loss 7.3 against 5.9).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
+                else:
+                    parameter.fill_(1.0)
+            mask = torch.tensor([self.shape.mask_token_id], device=self.norm.weight.device)
+            deviation = float(head.logits(self.norm(embed(mask)).to(head.weight.dtype)).std())
+            self.norm.weight.fill_(min(1.0, 2.0 / deviation))
+
+    def context_kv(self, context_feature: Tensor, positions: Tensor) -> ContextKV:
+        """Keys and values of context tokens for every layer: fused once, without the layers' input norm.
+
+        Args:
+            context_feature: ``[S, L*D]``.
+            positions: int64 ``[S]`` inside the document.
+        """
+        fused = self.hidden_norm(self.fc(context_feature))
+        layers = cast("list[DraftLayer]", list(self.layers))
+        return [layer.self_attn.key_value(fused, positions, self.rotary) for layer in layers]
+
+    def forward(
+        self,
+        noise: Tensor,
+        positions: Tensor,
+        context_kv: ContextKV,
+        layout: BlockLayout,
+        attend: Attend = attend_per_document,
+    ) -> Tensor:
+        """Hidden states of the slots that predict, after the final norm.
+
+        Args:
+            noise: ``[A, K, D]`` embedded block inputs.
+            positions: int64 ``[A, K]`` inside the document.
+        Returns: ``[A, J, D]``; column j predicts the (j + 1)-th token after the anchor.
+        """
+        x = noise
+        for i, (layer, kv) in enumerate(zip(self.layers, context_kv, strict=True)):
+            x = layer(x, positions, kv, self.rotary, attend, layout, self.shape.visibility(i))
+        return self.norm(x[:, 1 - self.label_shift :])
+
+    def loss(
+        self, hidden: Tensor, head: Head, labels: Tensor, weights: Tensor, anchors: Anchors, features: FeatureBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted cross-entropy against the data's tokens, over slots that weigh something.
+
+        Args:
+            hidden: ``[A, J, D]`` from `forward`.
+            anchors, features: For kinds whose loss compares with the target's own distribution; unused here.
+            labels: int64 ``[A, J]``, on the host like `weights`, so that the rows to score are known without asking the
+                device.
+            weights: float32 ``[A, J]``; 0 where a slot does not count.
+        Returns: sum of weight * nll (float32 scalar) and hits bool ``[A, J]``; False where a slot does not count.
+        """
+        del anchors, features
+        rows = weights.flatten().nonzero().flatten()
+        device = hidden.device
+        loss, hit_rows = weighted_linear_cross_entropy(
+            hidden.flatten(0, 1)[rows.to(device)].to(head.weight.dtype),
+            head,
+            labels.flatten()[rows].to(device),
+            weights.flatten()[rows].to(device),
+        )
+        hits = torch.zeros(weights.numel(), dtype=torch.bool, device=device)
+        hits[rows.to(device)] = hit_rows
+        return loss, hits.view(weights.shape)
+
+    def draft(self, hidden: Tensor, head: Head, anchor: int) -> list[int]:
+        """Drafted tokens of one block, greedily; ``[1, J, D]`` hidden. `anchor` is the token in slot 0."""
+        del anchor  # every slot is drafted independently of the others
+        return head.logits(hidden[0].to(head.weight.dtype)).argmax(-1).tolist()
+
+
+def drafter_class(kind: str) -> type[DFlashDrafter]:
+    """The class behind `draft.kind`."""
+    if kind == "dflash":
+        return DFlashDrafter
+    raise ValueError(f"draft.kind={kind!r} is not a drafter kind")
