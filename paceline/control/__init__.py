@@ -1,0 +1,1 @@
+"""The run folder and the signals that stop a run. Knows no models."""

@@ -1,0 +1,97 @@
+"""The run folder: configuration, metrics, events and the lock that keeps a second trainer out."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig, dump_config, load_config
+from paceline.errors import CheckpointError
+
+
+class RunFolder:
+    """Paths and small files of one run.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration; its presence makes the folder a run."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON line an optimizer step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints and of the pointers `latest` and `best`."""
+        return self.path / "checkpoints"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run has been started here."""
+        return self.config_file.is_file()
+
+    def read_config(self) -> RunConfig:
+        """The resolved configuration. Raises: CheckpointError if this is no run folder."""
+        if not self.exists:
+            raise CheckpointError(f"{self.path} is no run folder: it has no config.yaml")
+        return load_config(self.config_file)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Record the resolved configuration."""
+        write_atomically(self.config_file, dump_config(config))
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        """Write a small JSON file of the run, whole or not at all."""
+        write_atomically(self.path / name, json.dumps(content, indent=1) + "\n")
+
+    def event(self, kind: str, **content: Any) -> None:
+        """Append a line to ``events.jsonl``."""
+        line = {"time": time.time(), "event": kind, **content}
+        with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run; the kernel lets go of it when the process ends, however it ends.
+
+        Raises: CheckpointError if another process trains here.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / "run.lock", "a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise CheckpointError(
+                    f"{self.path} is being trained by process {holder}: stop it, or choose another run.dir"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by new content: readers see the old or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,45 @@
+"""Stopping a run: the first signal asks, the second ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+
+class StopRequest:
+    """While entered, SIGINT and SIGTERM ask for a stop; a second one ends the process at once.
+
+    Handlers are installed explicitly: a process started in the background inherits SIGINT as ignored, where Python's
+    own interrupt exception does not exist. Ending at once is safe, as a checkpoint is not seen before it is complete.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __bool__(self) -> bool:
+        """Whether a stop has been asked for."""
+        return self.reason is not None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.reason is not None:
+            os.write(sys.stderr.fileno(), f"\n{name} again: ending now, without saving\n".encode())
+            os._exit(128 + number)
+        self.reason = name
+        os.write(sys.stderr.fileno(), f"\n{name}: finishing the step and saving; once more ends at once\n".encode())

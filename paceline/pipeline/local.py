@@ -1,0 +1,165 @@
+"""The local executor: one process, one device; target roles are threads beside the drafter, or everything in turn.
+
+A role is handed a callable that makes the features of batch n. The drafter side is an iterator: the training loop takes
+batches from it in order and knows neither threads nor queues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from paceline.errors import PipelineError
+from paceline.pipeline.channel import ChannelClosed, OrderedChannel
+from paceline.pipeline.coordinator import Coordinator, Ledger
+from paceline.records import FeatureBatch
+
+log = logging.getLogger(__name__)
+
+MakeFeatures = Callable[[int], FeatureBatch]
+"""Features of batch n; called from several threads at once."""
+
+
+class FeatureStream(Protocol):
+    """Batches in the order of their numbers, with the state of the queue that they come through."""
+
+    def __iter__(self) -> Iterator[FeatureBatch]: ...
+
+    def take_waits(self) -> tuple[float, float]:
+        """Seconds blocked in put and in get since the last call."""
+
+    def num_ready(self) -> int:
+        """Batches waiting in the queue."""
+
+    def ledger(self) -> Ledger:
+        """Where the batches are."""
+
+
+class InTurn:
+    """Target and drafter take turns in one thread: nothing waits, nothing is queued."""
+
+    def __init__(self, make_features: MakeFeatures, first: int, end: int) -> None:
+        self._make_features = make_features
+        self._coordinator = Coordinator(first, end)
+        self._get_wait_s = 0.0
+
+    def __iter__(self) -> Iterator[FeatureBatch]:
+        while (number := self._coordinator.lease("target-0")) is not None:
+            started = time.perf_counter()
+            batch = _make(self._make_features, "target-0", number)
+            self._get_wait_s += time.perf_counter() - started
+            self._coordinator.delivered(number)
+            yield batch
+
+    def take_waits(self) -> tuple[float, float]:
+        """No put wait; the get wait is the target's own time, for which the drafter stood still."""
+        waits, self._get_wait_s = (0.0, self._get_wait_s), 0.0
+        return waits
+
+    def num_ready(self) -> int:
+        return 0
+
+    def ledger(self) -> Ledger:
+        return self._coordinator.ledger()
+
+
+class TargetThreads:
+    """N target threads fill an ordered channel; the caller's thread is the drafter."""
+
+    def __init__(
+        self, make_features: MakeFeatures, first: int, end: int, channel: OrderedChannel, *, targets: int, threads: int
+    ) -> None:
+        self._make_features = make_features
+        self._coordinator = Coordinator(first, end)
+        self._channel = channel
+        self._threads = [
+            threading.Thread(target=self._run, args=(f"target-{i}", threads), name=f"target-{i}", daemon=True)
+            for i in range(targets)
+        ]
+
+    def start(self) -> None:
+        """Start the target threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Release and join the target threads; each finishes the document that it is working on."""
+        self._channel.close()
+        for thread in self._threads:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                log.warning("%s is still in its forward pass after %.0f s", thread.name, timeout_s)
+
+    def __iter__(self) -> Iterator[FeatureBatch]:
+        while True:
+            try:
+                batch = self._channel.get()
+            except ChannelClosed:
+                return
+            self._coordinator.delivered(batch.tokens.number)
+            yield batch
+
+    def take_waits(self) -> tuple[float, float]:
+        return self._channel.take_waits()
+
+    def num_ready(self) -> int:
+        return self._channel.num_ready
+
+    def ledger(self) -> Ledger:
+        return self._coordinator.ledger()
+
+    def _run(self, role: str, threads: int) -> None:
+        torch.set_num_threads(threads)  # a new thread would otherwise take the machine's default
+        try:
+            while (number := self._coordinator.lease(role)) is not None:
+                self._channel.put(_make(self._make_features, role, number))
+        except ChannelClosed:
+            return
+        except PipelineError as failure:
+            self._channel.fail(failure)
+
+
+@contextlib.contextmanager
+def open_stream(
+    make_features: MakeFeatures,
+    first: int,
+    end: int,
+    *,
+    layout: str,
+    targets: int,
+    threads: int,
+    queue_depth: int,
+    max_bytes: int,
+    min_ready: int,
+) -> Iterator[FeatureStream]:
+    """Features of batches ``[first, end)``, made ahead by target threads (``split``) or on demand (``colocated``).
+
+    The threads are stopped and joined on leaving, whatever the reason.
+    Raises: PipelineError from the iteration when a target fails, with the original exception as its cause.
+    """
+    torch.set_num_threads(threads)
+    if layout == "colocated":
+        yield InTurn(make_features, first, end)
+        return
+    channel = OrderedChannel(first, end, queue_depth=queue_depth, max_bytes=max_bytes, min_ready=min_ready)
+    stream = TargetThreads(make_features, first, end, channel, targets=targets, threads=threads)
+    stream.start()
+    try:
+        yield stream
+    finally:
+        stream.stop()
+
+
+def _make(make_features: MakeFeatures, role: str, number: int) -> FeatureBatch:
+    try:
+        return make_features(number)
+    except Exception as error:  # whatever it is, it ends the run under the role's name and batch
+        raise PipelineError(
+            f"{role} failed on batch {number}: {type(error).__name__}: {error}", role=role, batch=number
+        ) from error
