@@ -1,0 +1,84 @@
+"""What a run needs in memory, part by part, before any of it is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.config import RunConfig
+from paceline.models.draft import DraftShape, drafter_class
+from paceline.models.target import TargetShape
+from paceline.plan.resolve import ResolvedRun
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part; the parts that scale with the batch are computed from shapes, allocator slack left out.
+
+    Attributes:
+        target_bytes: Trunk up to the last tap; see `estimate_trunk_parameters` for what it counts.
+        shared_bytes: Embedding and output head, and the head's copy in the compute type where that differs.
+        drafter_bytes: float32 weights, gradients and two moments.
+        queue_bytes: Features that may wait, and those that the targets are making.
+        activation_bytes: What the drafter's backward pass keeps of one micro-batch.
+        cache_bytes: Host memory for kept features.
+    """
+
+    target_bytes: int
+    shared_bytes: int
+    drafter_bytes: int
+    queue_bytes: int
+    activation_bytes: int
+    cache_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts."""
+        return sum(self.__dict__.values())
+
+
+def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
+    """Memory plan of a resolved run on one device."""
+    config, draft = resolved.config, resolved.draft
+    target_size, draft_size = (4 if name == "float32" else 2 for name in (config.target.dtype, config.draft.dtype))
+    tables = 1 if shape.tie_word_embeddings else 2
+    rows = shape.vocab_size * shape.hidden_size
+    parameters = count_parameters(draft)
+    batch_bytes = int(config.pipeline.tokens_per_batch) * len(draft.target_layer_ids) * shape.hidden_size * target_size
+    held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
+    return MemoryPlan(
+        target_bytes=estimate_trunk_parameters(shape, draft.target_layer_ids[-1] + 1) * target_size,
+        shared_bytes=rows * tables * target_size + (rows * draft_size if draft_size != target_size else 0),
+        drafter_bytes=parameters * 4 * 4,
+        queue_bytes=min(
+            held * batch_bytes, int(config.pipeline.queue_gib * GIB) + batch_bytes * config.topology.targets
+        ),
+        activation_bytes=_activation_bytes(config, draft, resolved.num_anchors, draft_size),
+        cache_bytes=int(config.pipeline.feature_cache_gib * GIB),
+    )
+
+
+def count_parameters(draft: DraftShape) -> int:
+    """Parameters of a drafter of this shape, embedding and head excluded (they are the target's)."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in drafter_class(draft.kind)(draft).parameters())
+
+
+def estimate_trunk_parameters(shape: TargetShape, num_layers: int) -> int:
+    """Parameters of `num_layers` plain decoder layers of this shape: attention and a gated MLP.
+
+    Low for mixture-of-experts and hybrid layers, whose sizes the common configuration keys do not give.
+    """
+    attention = shape.hidden_size * shape.head_dim * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads)
+    return num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def _activation_bytes(config: RunConfig, draft: DraftShape, num_anchors: int, size: int) -> int:
+    rows = num_anchors * draft.block_size
+    width = 6 * draft.hidden_size + 4 * draft.intermediate_size
+    width += 4 * draft.num_attention_heads * draft.head_dim + 4 * draft.num_key_value_heads * draft.head_dim
+    context = int(config.pipeline.tokens_per_batch) * 4 * draft.num_key_value_heads * draft.head_dim
+    return draft.num_hidden_layers * (rows * width + context) * size

@@ -1,0 +1,302 @@
+"""Every `auto` of the run file becomes a number here, once; what contradicts itself is refused here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.config import RunConfig, default_gamma
+from paceline.data.dataset import Dataset, tokenizer_fingerprint
+from paceline.data.packing import PackedBatches
+from paceline.errors import ConfigError, DataError
+from paceline.models.draft import DraftShape
+from paceline.models.target import TargetShape, check_layer_ids, default_layer_ids
+
+TOKENS_PER_STEP = 98_304
+"""Packed tokens of an optimizer step: 32 rows of 3,072, the public recipe on one host of eight."""
+MIN_STEPS = 500
+"""A short run takes smaller steps rather than fewer."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A configuration without `auto`, and what follows from it.
+
+    Attributes:
+        config: The resolved tree; what the run folder keeps.
+        draft: Shape of the drafter.
+        batches: The training rows as numbered micro-batches.
+        validation_rows: Held-out data set rows, those that are measured.
+        num_anchors: A, anchor slots of a micro-batch.
+        batches_per_step: G, micro-batches of an optimizer step.
+        total_steps: Optimizer steps of the run, over which the learning-rate schedule spans.
+    """
+
+    config: RunConfig
+    draft: DraftShape
+    batches: PackedBatches
+    validation_rows: list[int]
+    num_anchors: int
+    batches_per_step: int
+    total_steps: int
+
+    @property
+    def end_batch(self) -> int:
+        """Number after the last micro-batch that the run uses."""
+        return min(len(self.batches), self.total_steps * self.batches_per_step)
+
+
+def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: Any) -> ResolvedRun:
+    """Resolve a run file against its target and data.
+
+    Args:
+        tokenizer: The target's own.
+    Raises: ConfigError, DataError.
+    """
+    _check_data(config, dataset, tokenizer)
+    device = resolve_device(config.run.device)
+    on_gpu = device.type == "cuda"
+    draft = _resolve_draft(config, shape, dataset, tokenizer)
+    train_rows, validation_rows = dataset.split(config.data.validation)
+    longest = int(dataset.lengths.max())
+
+    if isinstance(config.pipeline.tokens_per_batch, int):
+        tokens_per_batch = config.pipeline.tokens_per_batch
+    else:
+        tokens_per_batch = max(12_288 if on_gpu else 2_048, math.ceil(longest / 128) * 128)
+    if tokens_per_batch < longest:
+        raise ConfigError(
+            f"pipeline.tokens_per_batch={tokens_per_batch} is shorter than the longest row, {longest} tokens: "
+            f"documents stay whole, so use {longest} or more, or prepare the data with a smaller --max-length"
+        )
+    if tokens_per_batch < draft.block_size:
+        raise ConfigError(
+            f"draft.block_size={draft.block_size} is larger than a packed row of "
+            f"pipeline.tokens_per_batch={tokens_per_batch} tokens"
+        )
+    batches = PackedBatches(
+        dataset, train_rows, tokens_per_batch=tokens_per_batch, epochs=config.data.epochs, seed=config.run.seed
+    )
+    batches_per_step = _batches_per_step(config, tokens_per_batch, len(batches))
+    possible = math.ceil(len(batches) / batches_per_step)
+    total_steps = min(possible, config.run.max_steps or possible)
+
+    layout = config.topology.layout
+    if layout == "auto":
+        layout = "split" if not on_gpu or config.topology.targets > 1 else "colocated"
+    queue_depth = config.pipeline.queue_depth
+    if isinstance(queue_depth, str):
+        queue_depth = max(2 * config.topology.drafters + config.topology.targets, config.pipeline.min_ready)
+    resolved = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"device": str(device)}),
+            "target": config.target.model_copy(
+                update={
+                    "dtype": _resolve_dtype(config.target.dtype, on_gpu),
+                    "layer_ids": draft.target_layer_ids,
+                    "packing": config.target.packing if on_gpu or config.target.packing == "packed" else "per_document",
+                }
+            ),
+            "draft": config.draft.model_copy(
+                update={
+                    "dtype": _resolve_dtype(config.draft.dtype, on_gpu),
+                    "mask_token_id": draft.mask_token_id,
+                    "is_causal": draft.is_causal,
+                    "num_attention_heads": draft.num_attention_heads,
+                    "num_key_value_heads": draft.num_key_value_heads,
+                    "head_dim": draft.head_dim,
+                    "intermediate_size": draft.intermediate_size,
+                }
+            ),
+            "loss": config.loss.model_copy(
+                update={"gamma": default_gamma(draft.block_size) if config.loss.gamma == "auto" else config.loss.gamma}
+            ),
+            "optim": config.optim.model_copy(update={"tokens_per_step": batches_per_step * tokens_per_batch}),
+            "topology": config.topology.model_copy(
+                update={"layout": layout, "threads": _resolve_threads(config, layout)}
+            ),
+            "pipeline": config.pipeline.model_copy(
+                update={"tokens_per_batch": tokens_per_batch, "queue_depth": queue_depth}
+            ),
+        }
+    )
+    return ResolvedRun(
+        config=resolved,
+        draft=draft,
+        batches=batches,
+        validation_rows=[int(row) for row in validation_rows[: config.eval.validate_rows]],
+        num_anchors=_num_anchors(config, tokens_per_batch, draft.block_size, on_gpu),
+        batches_per_step=batches_per_step,
+        total_steps=total_steps,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device behind `run.device`. Raises: ConfigError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device={name!r} is no device: auto, cpu, cuda or cuda:N was wanted") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"run.device={name!r}: auto, cpu, cuda or cuda:N was wanted")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"run.device={name!r}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here")
+    return device
+
+
+def choose_mask_token(wanted: int | str, shape: TargetShape, tokenizer: Any, dataset: Dataset) -> int:
+    """The mask token: a row of the target's embedding that never occurs in data, and neither pads nor ends a turn.
+
+    ``auto`` takes the first row past the tokenizer, else a special token that nothing uses. The embedding is frozen and
+    is not grown.
+    Raises: ConfigError with the reason, and a candidate where there is one.
+    """
+    taken: dict[int | None, str] = {shape.pad_token_id: "the padding token"}
+    taken |= {i: "an end-of-turn token" for i in shape.eos_token_ids}
+    for name in ("pad", "eos", "bos", "unk"):
+        taken.setdefault(getattr(tokenizer, f"{name}_token_id", None), f"the tokenizer's {name} token")
+    template = getattr(tokenizer, "chat_template", None) or ""
+    past = range(len(tokenizer), shape.vocab_size)
+    specials = sorted(
+        (
+            i
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in str(template)
+        ),
+        reverse=True,
+    )
+    candidate = next(
+        (i for i in (*past, *specials) if i not in taken and i < shape.vocab_size and not dataset.contains_token(i)),
+        None,
+    )
+    hint = f"; token {candidate} is unused" if candidate is not None else ""
+    if wanted == "auto":
+        if candidate is None:
+            raise ConfigError(
+                f"draft.mask_token_id=auto: all {shape.vocab_size} rows of the target's embedding are in use (the "
+                f"tokenizer has {len(tokenizer)} tokens and no spare special one); name a token that never occurs in "
+                "your data"
+            )
+        return candidate
+    token = int(wanted)
+    if not 0 <= token < shape.vocab_size:
+        raise ConfigError(
+            f"draft.mask_token_id={token} is not in 0..{shape.vocab_size - 1}: the target's vocabulary has "
+            f"{shape.vocab_size} rows, and its embedding is frozen and is not grown{hint}"
+        )
+    if token in taken:
+        raise ConfigError(f"draft.mask_token_id={token} is {taken[token]}{hint}")
+    if dataset.contains_token(token):
+        raise ConfigError(f"draft.mask_token_id={token} occurs in the training data{hint}")
+    return token
+
+
+def _check_data(config: RunConfig, dataset: Dataset, tokenizer: Any) -> None:
+    longest = int(dataset.lengths.max())
+    if longest > config.data.max_length:
+        raise DataError(
+            f"{config.data.path} has a row of {longest} tokens, above data.max_length={config.data.max_length}: "
+            "raise it, or prepare the data again with that --max-length"
+        )
+    found = tokenizer_fingerprint(tokenizer)
+    if found != dataset.info.tokenizer_fingerprint:
+        raise DataError(
+            f"{config.data.path} was prepared with another tokenizer than that of {config.target.path} "
+            f"(tokenizer_fingerprint {dataset.info.tokenizer_fingerprint[:12]}, now {found[:12]}): prepare it again "
+            "with --tokenizer of the target"
+        )
+
+
+def _resolve_draft(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: Any) -> DraftShape:
+    draft = config.draft
+    layer_ids = config.target.layer_ids
+    if isinstance(layer_ids, str):
+        layer_ids = default_layer_ids(shape.num_layers)
+    heads, kv_heads, head_dim = _head_geometry(config, shape)
+    types = draft.layer_types
+    if isinstance(types, str):
+        types = (f"{types}_attention",) * draft.num_layers  # type: ignore[assignment]  # full or sliding
+    rope = {key: value for key, value in shape.rope.items() if key not in ("partial_rotary_factor",)}
+    rope = {key: value for key, value in rope.items() if not key.startswith("mrope")}  # text positions are plain ones
+    return DraftShape(
+        kind=draft.kind,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size if draft.intermediate_size == "auto" else draft.intermediate_size,
+        num_hidden_layers=draft.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=shape.vocab_size,
+        rms_norm_eps=shape.rms_norm_eps,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope=rope,
+        block_size=draft.block_size,
+        mask_token_id=choose_mask_token(draft.mask_token_id, shape, tokenizer, dataset),
+        target_layer_ids=check_layer_ids(layer_ids, shape.num_layers),
+        num_target_layers=shape.num_layers,
+        layer_types=tuple(types),
+        is_causal=False if draft.is_causal == "auto" else draft.is_causal,
+        sliding_window=draft.sliding_window if "sliding_attention" in types else None,
+    )
+
+
+def _head_geometry(config: RunConfig, shape: TargetShape) -> tuple[int, int, int]:
+    """Heads of the drafter: the target's own shape, or heads of 128 where the target's are wider."""
+    draft = config.draft
+    if shape.head_dim <= 128:
+        automatic = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    else:
+        heads = max(1, shape.hidden_size // 128)
+        automatic = (heads, math.gcd(heads, 8), 128)
+    heads, kv_heads, head_dim = (
+        auto if chosen == "auto" else chosen
+        for auto, chosen in zip(
+            automatic, (draft.num_attention_heads, draft.num_key_value_heads, draft.head_dim), strict=True
+        )
+    )
+    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
+        raise ConfigError(
+            f"draft.num_attention_heads={heads} has to be a multiple of draft.num_key_value_heads={kv_heads}, and "
+            f"draft.head_dim={head_dim} even"
+        )
+    return heads, kv_heads, head_dim
+
+
+def _batches_per_step(config: RunConfig, tokens_per_batch: int, num_batches: int) -> int:
+    unit = tokens_per_batch * config.topology.drafters
+    tokens = config.optim.tokens_per_step
+    if isinstance(tokens, str):
+        return max(1, min(TOKENS_PER_STEP // unit, num_batches // MIN_STEPS)) * config.topology.drafters
+    if tokens < 1 or tokens % unit:
+        below = tokens // unit * unit
+        near = f"{below} or {below + unit}" if below > 0 else str(unit)
+        raise ConfigError(
+            f"optim.tokens_per_step={tokens} is no multiple of pipeline.tokens_per_batch={tokens_per_batch} x "
+            f"topology.drafters={config.topology.drafters}; the nearest that fit are {near}"
+        )
+    return tokens // tokens_per_batch
+
+
+def _num_anchors(config: RunConfig, tokens_per_batch: int, block_size: int, on_gpu: bool) -> int:
+    num_anchors = max(1, int(tokens_per_batch * config.anchors.per_token))
+    if on_gpu:  # block-sparse kernels work in tiles of 128 rows
+        tile = 128 // math.gcd(block_size, 128)
+        num_anchors = max(tile, num_anchors // tile * tile)
+    return num_anchors
+
+
+def _resolve_threads(config: RunConfig, layout: str) -> int:
+    if config.run.deterministic:
+        return 1
+    if config.topology.threads != "auto":
+        return config.topology.threads
+    return torch.get_num_threads() if layout == "colocated" else 1
+
+
+def _resolve_dtype(name: str, on_gpu: bool) -> str:
+    return ("bfloat16" if on_gpu else "float32") if name == "auto" else name

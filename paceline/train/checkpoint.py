@@ -1,0 +1,244 @@
+"""Checkpoints: complete or invisible, safetensors and JSON only.
+
+A checkpoint is a folder ``checkpoints/step-00001234`` with the drafter's weights under their published names, AdamW's
+moments, what else is needed to go on bit for bit, and a manifest with sizes and SHA-256 that is written last. It is
+written beside its place, synced, renamed, and only then pointed to by ``latest`` (and ``best``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.models.draft import DFlashDrafter, DraftShape, drafter_class
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+WEIGHTS, OPTIMIZER, STATE, SHAPE, MANIFEST = (
+    "model.safetensors", "optimizer.safetensors", "state.json", "draft.json", "manifest.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands; with the tensors it is all that going on needs.
+
+    Attributes:
+        step: Updates done.
+        next_batch: Number of the first micro-batch that has not been used.
+        skipped_batches: Micro-batches of steps in which nothing was to be learnt.
+        total_steps: Steps that the schedule spans.
+        best_acceptance_length: Best so far on the held-out rows; None before the first measurement.
+        target_fingerprint, data_fingerprint: Of what the run is trained with.
+    """
+
+    step: int
+    next_batch: int
+    skipped_batches: int
+    total_steps: int
+    best_acceptance_length: float | None
+    target_fingerprint: str
+    data_fingerprint: str
+
+
+def save(
+    folder: Path, state: TrainState, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer, *, keep_last: int
+) -> Path:
+    """Write a checkpoint, point `latest` to it, and remove old ones that nothing points to.
+
+    Raises: CheckpointError if it cannot be written; earlier ones are untouched then.
+    """
+    place = folder / f"step-{state.step:08d}"
+    temporary = folder / f".tmp-{place.name}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temporary.mkdir()
+        safetensors.torch.save_file(_on_host(drafter.state_dict()), temporary / WEIGHTS)
+        safetensors.torch.save_file(_optimizer_tensors(drafter, optimizer), temporary / OPTIMIZER)
+        _write_json(temporary / STATE, {"format": FORMAT, **asdict(state)})
+        _write_json(temporary / SHAPE, asdict(drafter.shape))
+        files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in temporary.iterdir()}
+        _write_json(temporary / MANIFEST, {"format": FORMAT, "files": files})
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        if place.exists():  # a damaged one, or one that a resumed run reached again
+            shutil.move(place, folder / f".tmp-old-{place.name}-{os.getpid()}")
+        os.rename(temporary, place)
+        _sync(folder)
+        point(folder, "latest", place)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {place} could not be written: {error}; earlier checkpoints are untouched"
+        ) from error
+    _remove_leftovers(folder)
+    _retain(folder, keep_last)
+    return place
+
+
+def point(folder: Path, name: str, place: Path) -> None:
+    """Make ``folder/name`` a link to a checkpoint, in one step."""
+    temporary = folder / f".tmp-{name}-{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    os.symlink(place.name, temporary)
+    os.replace(temporary, folder / name)
+    _sync(folder)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint that verifies; damaged ones are passed over, each with a line that says why."""
+    for place in sorted(_steps(folder), reverse=True):
+        try:
+            verify(place)
+        except CheckpointError as error:
+            log.warning("passing over a damaged checkpoint: %s", error)
+        else:
+            return place
+    return None
+
+
+def verify(place: Path) -> None:
+    """Check every file of a checkpoint against its manifest. Raises: CheckpointError naming the file and the sizes."""
+    try:
+        manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{place} is not a complete checkpoint: no readable {MANIFEST}") from error
+    for name, wanted in manifest.items():
+        try:
+            found, digest = (place / name).stat().st_size, _sha256(place / name)
+        except OSError as error:
+            raise CheckpointError(f"{place / name} cannot be read: {error.strerror}") from error
+        if found != wanted["bytes"]:
+            raise CheckpointError(f"{place / name} is damaged: {wanted['bytes']} bytes declared, {found} found")
+        if digest != wanted["sha256"]:
+            raise CheckpointError(f"{place / name} is damaged: its SHA-256 is not the one in {MANIFEST}")
+
+
+def load_state(place: Path) -> TrainState:
+    """Where the run stood. Raises: CheckpointError."""
+    content = _read_json(place / STATE)
+    if content.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{place / STATE} has another format than {FORMAT}: it was written by another version")
+    return TrainState(**content)
+
+
+def load_weights(place: Path, drafter: DFlashDrafter) -> None:
+    """Copy the checkpoint's weights into a drafter of the same shape. Raises: CheckpointError."""
+    drafter.load_state_dict(_read_tensors(place / WEIGHTS), strict=True)
+
+
+def load_optimizer(place: Path, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer) -> None:
+    """Restore AdamW's moments and step counters. Raises: CheckpointError."""
+    tensors = _read_tensors(place / OPTIMIZER)
+    for name, parameter in drafter.named_parameters():
+        optimizer.state[parameter] = {
+            key: tensors[f"{key}.{name}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
+        }
+
+
+def load_drafter(path: Path | str) -> DFlashDrafter:
+    """A trained drafter, in float32 on the CPU, from a checkpoint folder or a run folder (its best, else its newest).
+
+    Raises: CheckpointError.
+    """
+    place = find(Path(path))
+    verify(place)
+    shape = _read_json(place / SHAPE)
+    for key in ("target_layer_ids", "layer_types"):
+        shape[key] = tuple(shape[key])
+    drafter = drafter_class(shape["kind"])(DraftShape(**shape))
+    load_weights(place, drafter)
+    return drafter
+
+
+def find(path: Path) -> Path:
+    """The checkpoint folder meant by a checkpoint, a run folder or its ``checkpoints``. Raises: CheckpointError."""
+    if (path / MANIFEST).is_file():
+        return path.resolve()
+    for folder in (path / "checkpoints", path):
+        if (folder / "best").exists():
+            return (folder / "best").resolve()
+        if (place := newest(folder)) is not None:
+            return place
+    raise CheckpointError(f"{path} holds no complete checkpoint: a run folder or a step-* folder was wanted")
+
+
+def _optimizer_tensors(drafter: DFlashDrafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return _on_host(
+        {
+            f"{key}.{name}": value
+            for name, parameter in drafter.named_parameters()
+            for key, value in optimizer.state[parameter].items()
+        }
+    )
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except (OSError, SafetensorError) as error:
+        found = path.stat().st_size if path.exists() else 0
+        raise CheckpointError(f"{path} cannot be loaded ({found} bytes found): {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _steps(folder: Path) -> Iterator[Path]:
+    return (place for place in folder.glob("step-" + "[0-9]" * 8) if place.is_dir() and not place.is_symlink())
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a killed save left behind; the run is locked, so nobody else is writing here."""
+    for leftover in folder.glob(".tmp-*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _retain(folder: Path, keep_last: int) -> None:
+    pointed = {(folder / name).resolve() for name in ("latest", "best") if (folder / name).is_symlink()}
+    for place in sorted(_steps(folder))[:-keep_last]:
+        if place.resolve() not in pointed:
+            shutil.rmtree(place, ignore_errors=True)
