@@ -1,0 +1,68 @@
+"""The command `paceline`: its verbs, and how errors end it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from paceline import __version__
+from paceline.cli import data, demo, doctor, evaluate, train
+from paceline.errors import PacelineError, PipelineError
+
+app = typer.Typer(
+    name="paceline",
+    help="Train DFlash drafters: small block-diffusion models that make a language model decode faster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for verb in (
+    demo.demo,
+    doctor.doctor,
+    data.prepare,
+    data.inspect,
+    train.train,
+    train.resume,
+    evaluate.eval,
+    evaluate.export,
+):
+    app.command()(verb)
+
+
+@app.callback()
+def _common(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+) -> None:
+    if version:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command; a user's error is a message and exit code 1, never a traceback."""
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_time=False, show_path=False)],
+    )
+    logging.getLogger("paceline").setLevel(logging.INFO)
+    try:
+        app()
+    except PipelineError as error:  # a role failed: its own traceback is what helps
+        traceback.print_exception(error.__cause__ or error)
+        _fail(error)
+    except PacelineError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _fail(error: PacelineError) -> None:
+    print(f"paceline: {error}", file=sys.stderr)
+    sys.exit(1)

@@ -1,0 +1,92 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+if TYPE_CHECKING:
+    from paceline.config import RunConfig
+    from paceline.plan.resolve import ResolvedRun
+
+PLAIN_INTERVAL_S = 10.0
+"""Seconds between plain lines; the first, the last and every validated step are always shown."""
+
+
+class TrainProgress:
+    """Draws the steps of a run.
+
+    Args:
+        quiet: Show nothing (stdout belongs to JSON).
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._console = Console(stderr=True, highlight=False)
+        self._live = not quiet and sys.stderr.isatty()
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._last_plain = 0.0
+
+    def phase(self, text: str) -> None:
+        """Say what is being done."""
+        if not self._quiet:
+            self._console.print(text, markup=False)
+
+    def start(self, config: RunConfig, resolved: ResolvedRun, step: int, packing_note: str) -> None:
+        """The run is about to train its first step."""
+        draft = resolved.draft
+        self.phase(
+            f"{draft.num_hidden_layers} draft layer(s), blocks of {draft.block_size}, taps "
+            f"{','.join(map(str, draft.target_layer_ids))}, mask token {draft.mask_token_id}; "
+            f"{resolved.num_anchors} anchors in batches of {config.pipeline.tokens_per_batch} tokens; "
+            f"{resolved.total_steps} steps on {config.run.device}" + (f", going on after step {step}" if step else "")
+        )
+        self.phase(packing_note)
+        if self._live:
+            self._bar = Bar(
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=resolved.total_steps, completed=step)
+            self._bar.start()
+
+    def step(self, line: dict[str, Any], total_steps: int) -> None:
+        """Show a finished step."""
+        is_last = line["step"] == total_steps
+        validated = "validation_acceptance_length" in line
+        if self._bar is not None:
+            self._bar.update(self._task, completed=line["step"], description=_describe(line))
+            if is_last:
+                self._bar.stop()
+        if self._quiet:
+            return
+        due = line["step"] == 1 or time.monotonic() - self._last_plain > PLAIN_INTERVAL_S
+        if validated or is_last or (self._bar is None and due):
+            self._last_plain = time.monotonic()
+            self._console.print(f"step {line['step']:>5}/{total_steps}  {_describe(line)}", markup=False)
+
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _describe(line: dict[str, Any]) -> str:
+    waits = f"waits put {line['put_wait_s']:.1f}s get {line['get_wait_s']:.1f}s"
+    text = (
+        f"loss {line['loss']:.3f}  accepts ~{line['acceptance_length_est']:.2f}  {line['tok_per_s']:,.0f} tok/s  "
+        f"queue {line['queue']}  {waits}"
+    )
+    if "validation_acceptance_length" in line:
+        text += f"  held-out acceptance length {line['validation_acceptance_length']:.2f}"
+    return text

@@ -1,0 +1,256 @@
+"""`paceline train` and `paceline resume`: put target, drafter, data and run folder together, and train."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline import __version__
+from paceline.cli.progress import TrainProgress
+from paceline.config import RunConfig, changed_keys, dump_config, flatten, is_free_to_change, load_config, parse_config
+from paceline.control.run_folder import RunFolder
+from paceline.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from paceline.models.target import Target
+    from paceline.plan.resolve import ResolvedRun
+    from paceline.train.loop import TrainReport
+
+log = logging.getLogger(__name__)
+
+
+def train(
+    run_file: Annotated[Path, typer.Argument(help="Run file (YAML); its run.dir, if it exists, is resumed.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides: optim.lr=3e-4")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and load no weights.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report (or the plan) as JSON on stdout.")] = False,
+) -> None:
+    """Train a drafter; on an existing run folder, go on where it stopped."""
+    config = load_config(run_file, overrides or [])
+    run = RunFolder(config.run.dir)
+    if run.exists:
+        config = merge_with_saved(run.read_config(), config)
+    if dry_run:
+        _print_plan(config, as_json)
+        return
+    _finish(run, run_training(config, TrainProgress(quiet=as_json)), as_json)
+
+
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of keys that may change.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+) -> None:
+    """Go on with a stopped run, bit for bit."""
+    run = RunFolder(run_dir)
+    saved = run.read_config()
+    if not any(run.checkpoints.glob("step-*")):
+        raise CheckpointError(f"{run_dir} has no checkpoint to resume from; `paceline train` starts it")
+    config = merge_with_saved(saved, load_config(run.config_file, [*(overrides or []), f"run.dir={run_dir}"]))
+    _finish(run, run_training(config, TrainProgress(quiet=as_json)), as_json)
+
+
+def merge_with_saved(saved: RunConfig, wanted: RunConfig) -> RunConfig:
+    """The saved configuration of a run, with what may change taken from `wanted`.
+
+    Raises: ConfigError naming each key that may not change, with both values.
+    """
+    changed = changed_keys(saved, wanted)
+    if changed:
+        lines = [f"{key}: the run was started with {old!r}, now {new!r}" for key, old, new in changed]
+        raise ConfigError(
+            f"{wanted.run.dir} holds a run with other settings; choose another run.dir, or set them back\n  "
+            + "\n  ".join(lines)
+        )
+    tree: dict[str, dict[str, Any]] = saved.model_dump(mode="json")
+    for key, value in flatten(wanted):
+        if is_free_to_change(key) and value != "auto":
+            section, name = key.split(".")
+            tree[section][name] = value
+    return parse_config(tree)
+
+
+def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
+    """Resolve a configuration against its target's folder and its data; also gives the target's shape."""
+    from paceline.data.dataset import Dataset
+    from paceline.models.target import load_tokenizer, read_shape
+    from paceline.plan.resolve import resolve
+
+    where = (config.target.path, config.target.revision, config.target.trust_remote_code)
+    shape = read_shape(*where)
+    resolved = resolve(config, shape, Dataset.open(config.data.path), load_tokenizer(*where))
+    return resolved, shape
+
+
+def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
+    """Train as configured in its run folder, from where it stands.
+
+    Raises: PacelineError of any kind; the run folder then holds the last complete step.
+    """
+    import torch
+
+    from paceline.control.signals import StopRequest
+    from paceline.data.dataset import Dataset
+    from paceline.eval.validation import Validation
+    from paceline.models.draft import drafter_class
+    from paceline.models.target import FeatureCache, Target
+    from paceline.train.checkpoint import TrainState
+    from paceline.train.loop import TrainLoop, restore
+    from paceline.train.step import TrainStep
+
+    run = RunFolder(config.run.dir)
+    with StopRequest() as stop, run.lock():
+        progress.phase("loading the target and the data")
+        dataset = Dataset.open(config.data.path)
+        resolved, _ = resolve_config(config)
+        config = resolved.config
+        device = torch.device(config.run.device)
+        torch.set_num_threads(int(config.topology.threads))
+        torch.use_deterministic_algorithms(config.run.deterministic)
+        kind = drafter_class(config.draft.kind)
+        target = Target.load(
+            config.target.path,
+            layer_ids=resolved.draft.target_layer_ids,
+            dtype=getattr(torch, config.target.dtype),
+            device=device,
+            packing=config.target.packing,
+            needs_last_hidden=kind.needs_last_hidden,
+            revision=config.target.revision,
+            trust_remote_code=config.target.trust_remote_code,
+        )
+        packing = "packed" if target.packed else "per_document"
+        config = config.model_copy(update={"target": config.target.model_copy(update={"packing": packing})})
+        resolved = dataclasses.replace(resolved, config=config)
+
+        dtype = getattr(torch, config.draft.dtype)
+        drafter = kind(resolved.draft).to(device)
+        drafter.initialise(config.run.seed, target.embed, target.head)
+        trainer = TrainStep(
+            drafter,
+            target.embed,
+            target.head.to(dtype),
+            config.optim,
+            num_anchors=resolved.num_anchors,
+            gamma=float(config.loss.gamma),
+            seed=config.run.seed,
+            total_steps=resolved.total_steps,
+            dtype=dtype,
+        )
+        fresh = TrainState(
+            step=0,
+            next_batch=0,
+            skipped_batches=0,
+            total_steps=resolved.total_steps,
+            best_acceptance_length=None,
+            target_fingerprint=target.fingerprint(),
+            data_fingerprint=dataset.fingerprint,
+        )
+        state = restore(run, trainer, fresh)
+        run.write_config(config)
+        run.write_json("run.json", _run_record(resolved, target, state.step))
+        run.event("resumed" if state.step else "started", step=state.step)
+        progress.start(config, resolved, state.step, target.packing_note)
+
+        cache = FeatureCache(int(config.pipeline.feature_cache_gib * 2**30)) if device.type == "cpu" else None
+        validation = None
+        if resolved.validation_rows:
+            validation = Validation(
+                target, dataset, resolved.validation_rows, num_anchors=resolved.num_anchors, dtype=dtype
+            )
+        loop = TrainLoop(
+            run,
+            resolved,
+            trainer,
+            state,
+            lambda number: target.features(resolved.batches.batch(number), cache),
+            validate=validation.measure if validation else None,
+            progress=progress,
+            should_stop=lambda: stop.reason,
+        )
+        report = loop.run()
+        run.event(report.ending, step=report.step)
+        run.write_json("report.json", dataclasses.asdict(report))
+        return report
+
+
+def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report)))
+        return
+    typer.echo(f"{report.ending} at step {report.step} of {report.total_steps}; checkpoints in {run.checkpoints}")
+    if report.ending == "finished":
+        typer.echo(f"next: paceline export {run.path} --format zlab --out {run.path / 'export'}")
+    else:
+        typer.echo(f"go on with: paceline resume {run.path}")
+
+
+def _print_plan(config: RunConfig, as_json: bool) -> None:
+    from paceline.plan.memory import GIB, memory_plan
+
+    resolved, shape = resolve_config(config)
+    config, plan = resolved.config, memory_plan(resolved, shape)
+    facts = {
+        "device": config.run.device,
+        "layout": config.topology.layout,
+        "targets": config.topology.targets,
+        "drafters": config.topology.drafters,
+        "batches": len(resolved.batches),
+        "batches_per_step": resolved.batches_per_step,
+        "steps": resolved.total_steps,
+        "anchors_per_batch": resolved.num_anchors,
+        "validation_rows": len(resolved.validation_rows),
+        "fill_frac": round(resolved.batches.fill, 4),
+    }
+    memory = {name.replace("_bytes", "_gib"): round(value / GIB, 3) for name, value in vars(plan).items()}
+    memory["total_gib"] = round(plan.total_bytes / GIB, 3)
+    if as_json:
+        tree = config.model_dump(mode="json")
+        typer.echo(json.dumps({"config": tree, "plan": facts, "memory": memory}, indent=1))
+        return
+    typer.echo(dump_config(config))
+    for title, values in (("plan", facts), ("memory", memory)):
+        typer.echo(f"{title}:")
+        for name, value in values.items():
+            typer.echo(f"  {name}: {value}")
+
+
+def _run_record(resolved: ResolvedRun, target: Target, step: int) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    config = resolved.config
+    targets = [f"target-{i}" for i in range(config.topology.targets)]
+    return {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "started": time.time(),
+        "resumed_from_step": step,
+        "roles": {role: {"pid": os.getpid(), "device": config.run.device} for role in (*targets, "drafter-0")},
+        "packing": target.packing_note,
+        "draft": dataclasses.asdict(resolved.draft),
+        "versions": {
+            "paceline": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the source tree, None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
