@@ -1,0 +1,151 @@
+"""`paceline prepare` and `paceline inspect`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from paceline.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from paceline.data.dataset import DatasetInfo
+    from paceline.data.prepare import Report
+
+ROWS_SHOWN = 3
+"""Rows that `inspect` prints for a person unless told otherwise."""
+
+
+def prepare(
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="JSONL files with `messages` on each line.")],
+    tokenizer: Annotated[str, typer.Option(metavar="DIR|ID", help="The target's tokenizer.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Data set folder to make; an old data set is replaced.")],
+    template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Chat template to use in place of the tokenizer's own.")
+    ] = None,
+    max_length: Annotated[int, typer.Option(metavar="N", help="Longest row in tokens.")] = 3072,
+    on_long: Annotated[
+        Literal["cut", "drop"], typer.Option(help="Longer rows: keep their first N tokens, or reject them.")
+    ] = "cut",
+    on_error: Annotated[
+        Literal["skip", "fail"], typer.Option(help="Bad rows: list them and go on, or stop at the first.")
+    ] = "skip",
+    max_rejected: Annotated[
+        str, typer.Option(metavar="SHARE", help="Fail when a larger share of the lines is rejected: 5% or 0.05.")
+    ] = "5%",
+    thinking: Annotated[
+        Literal["on", "off"] | None,
+        typer.Option(help="`enable_thinking` for the template; by default the template decides."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes; by default one for small files, else up to all cores.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Turn conversations into a data set: exactly the tokens the target sees, and those it would say."""
+    from dataclasses import asdict
+
+    from paceline.data.prepare import PrepareSettings
+    from paceline.data.prepare import prepare as run_prepare
+
+    settings = PrepareSettings(
+        tokenizer=tokenizer,
+        template=template,
+        max_length=max_length,
+        on_long=on_long,
+        on_error=on_error,
+        max_rejected=parse_share(max_rejected),
+        thinking=None if thinking is None else thinking == "on",
+        workers=workers,
+    )
+    with _progress_bar() as on_progress:
+        info, report = run_prepare(inputs, out, settings, on_progress)
+    if as_json:
+        print(json.dumps({"out": str(out), "dataset": info.model_dump(), "report": asdict(report)}))
+    else:
+        print("\n".join(summary(out, info, report)))
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Data set folder made by `paceline prepare`.")],
+    rows: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Rows to show from the first on; 3, or all with --json.")
+    ] = None,
+    row: Annotated[int | None, typer.Option(metavar="I", min=0, help="Show this row alone, counted from 0.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Tokenizer to use in place of the copy in the data set.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One line a row: row, source, input_ids, loss_mask, text.")
+    ] = False,
+) -> None:
+    """Show which tokens train: supervised ones in colour, control tokens and control characters visible."""
+    from rich.console import Console
+
+    from paceline.data.dataset import Dataset
+    from paceline.data.inspect import LEGEND, load_own_tokenizer, row_record, show_row
+
+    dataset = Dataset.open(folder)
+    if row is not None and row >= len(dataset):
+        raise DataError(f"--row {row}: {folder} has rows 0 to {len(dataset) - 1}")
+    own_tokenizer = load_own_tokenizer(dataset, folder, tokenizer)
+    limit = rows if rows is not None else len(dataset) if as_json else ROWS_SHOWN
+    chosen = range(min(limit, len(dataset))) if row is None else [row]
+    if as_json:
+        for index in chosen:
+            print(json.dumps(row_record(dataset, own_tokenizer, index)))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(LEGEND)
+    for index in chosen:
+        console.print(show_row(dataset, own_tokenizer, index))
+
+
+def parse_share(text: str) -> float:
+    """Share written as ``5%`` or ``0.05``. Raises: ConfigError if it is neither."""
+    try:
+        return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError as error:
+        raise ConfigError(f"--max-rejected {text} is not a share: write 5% or 0.05") from error
+
+
+def summary(out: Path, info: DatasetInfo, report: Report) -> list[str]:
+    """What a person wants to know after `prepare`, and the next command."""
+    num_kept = report.num_lines - report.num_rejected
+    supervised = f"{info.num_supervised:,} supervised ({info.num_supervised / info.num_tokens:.1%})"
+    lines = [
+        f"{info.num_rows:,} rows from {num_kept:,} of {report.num_lines:,} lines in {out}",
+        f"{info.num_tokens:,} tokens, {supervised}, longest row {info.longest:,}",
+    ]
+    if report.num_supervised_lost:
+        share = report.num_supervised_lost / (report.num_supervised_lost + info.num_supervised)
+        lines.append(
+            f"{report.num_supervised_lost:,} supervised tokens ({share:.1%}) lost to "
+            f"--max-length {info.max_length} --on-long {info.on_long}"
+        )
+    if report.num_rejected:
+        lines.append(f"{report.num_rejected:,} lines rejected, listed in {out / 'rejected.jsonl'}:")
+        lines += [f"  {count:,} x {kind}" for kind, count in report.rejected.items()]
+    if report.dropped_turns:
+        lines.append(f"{sum(report.dropped_turns.values()):,} turns of kept lines left out, listed there too:")
+        lines += [f"  {count:,} x {kind}" for kind, count in report.dropped_turns.items()]
+    return [*lines, f"next: paceline inspect {out}"]
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error that takes bytes done and bytes in all; None where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("preparing")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
