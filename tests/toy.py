@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from paceline.cli.progress import TrainProgress
 from paceline.cli.train import run_training
 from paceline.config import RunConfig, load_config
@@ -17,7 +15,7 @@ from paceline.data.prepare import PrepareSettings, prepare
 from paceline.train.loop import TrainReport
 from tests import tiny
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parent / "assets"
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,6 @@ def build_toy(folder: Path) -> Toy:
     source.write_text("".join(json.dumps(row) + "\n" for row in conversations()), encoding="utf-8")
     prepare([source], folder / "data", PrepareSettings(tokenizer=str(target), max_length=128))
     return Toy(target, folder / "data", source)
-
-
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return build_toy(tmp_path_factory.mktemp("toy"))
 
 
 class Watch(TrainProgress):

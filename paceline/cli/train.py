@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import logging
 import os
@@ -224,9 +225,6 @@ def _print_plan(config: RunConfig, as_json: bool) -> None:
 
 
 def _run_record(resolved: ResolvedRun, target: Target, step: int) -> dict[str, Any]:
-    import torch
-    import transformers
-
     config = resolved.config
     targets = [f"target-{i}" for i in range(config.topology.targets)]
     return {
@@ -240,8 +238,7 @@ def _run_record(resolved: ResolvedRun, target: Target, step: int) -> dict[str, A
         "versions": {
             "paceline": __version__,
             "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         },
         "commit": _commit(),
     }

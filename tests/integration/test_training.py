@@ -17,7 +17,7 @@ from paceline.control.run_folder import RunFolder
 from paceline.errors import CheckpointError, ConfigError, PipelineError
 from paceline.models.target import Target
 from paceline.train.checkpoint import load_drafter
-from tests.integration.conftest import Toy, build_toy, train
+from tests.toy import Toy, build_toy, train
 
 STEPS = 12
 TIMES = ("tok_per_s", "queue", "put_wait_s", "get_wait_s")

@@ -1,0 +1,173 @@
+"""Every auto becomes a number, and what contradicts itself is refused with the key, the value and a way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paceline.cli.train import resolve_config
+from paceline.config import changed_keys, parse_config
+from paceline.data.dataset import Dataset
+from paceline.data.prepare import PrepareSettings, prepare
+from paceline.errors import ConfigError, DataError
+from paceline.models.target import load_tokenizer, read_shape
+from paceline.plan.memory import GIB, memory_plan
+from paceline.plan.resolve import ResolvedRun, choose_mask_token, resolve_device
+from tests.toy import Toy
+
+
+def resolve_toy(toy: Toy, *overrides: str) -> ResolvedRun:
+    return resolve_config(toy.config(Path("run"), *overrides))[0]
+
+
+def test_nothing_stays_auto(toy: Toy) -> None:
+    """The resolved tree holds no auto, reads back equal, and agrees with the file that it came from."""
+    wanted = toy.config(Path("run"), "pipeline.tokens_per_batch=auto", "optim.tokens_per_step=auto")
+    config = resolve_config(wanted)[0].config
+    assert [key for key, value in _leaves(config.model_dump(mode="json")) if value == "auto"] == []
+    assert parse_config(config.model_dump(mode="json")) == config
+    assert changed_keys(config, wanted) == []
+    again = resolve_config(config)[0].config
+    assert again == config
+
+
+def _leaves(tree: dict) -> list[tuple[str, object]]:
+    return [(f"{s}.{k}", v) for s, section in tree.items() for k, v in section.items()]
+
+
+def test_a_step_is_defined_by_its_tokens(toy: Toy) -> None:
+    """G = tokens_per_step / tokens_per_batch, whatever the number of targets; the last step takes what remains."""
+    for targets in (1, 3):
+        resolved = resolve_toy(toy, "optim.tokens_per_step=384", f"topology.targets={targets}")
+        assert resolved.batches_per_step == 3
+        assert resolved.total_steps == -(-len(resolved.batches) // 3)
+        assert resolved.end_batch == len(resolved.batches)
+    assert resolve_toy(toy, "run.max_steps=2").end_batch == 4
+
+
+@pytest.mark.parametrize(("tokens", "near"), [(300, "256 or 384"), (100, "128"), (129, "128 or 256")])
+def test_a_step_that_does_not_fit_is_refused_with_the_nearest(toy: Toy, tokens: int, near: str) -> None:
+    """tokens_per_step has to be a multiple of tokens_per_batch; the message gives the values that are."""
+    with pytest.raises(ConfigError, match=rf"optim\.tokens_per_step={tokens} .* nearest that fit are {near}$"):
+        resolve_toy(toy, f"optim.tokens_per_step={tokens}")
+
+
+def test_short_runs_take_small_steps(toy: Toy) -> None:
+    """auto takes one batch a step where the recipe's size would leave fewer than 500 steps."""
+    assert resolve_toy(toy, "optim.tokens_per_step=auto").batches_per_step == 1
+    long = resolve_toy(toy, "optim.tokens_per_step=auto", "data.epochs=200", "pipeline.tokens_per_batch=64")
+    assert long.batches_per_step == len(long.batches) // 500 > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["pipeline.tokens_per_batch=16"], ConfigError, r"tokens_per_batch=16 is shorter than the longest row, \d+"),
+        (["draft.block_size=200"], ConfigError, r"draft\.block_size=200 is larger than a packed row .*=128"),
+        (["data.max_length=20"], DataError, r"has a row of \d+ tokens, above data\.max_length=20"),
+        (["draft.head_dim=7"], ConfigError, r"draft\.head_dim=7 even"),
+        (["draft.num_attention_heads=3"], ConfigError, r"num_attention_heads=3 has to be a multiple of .*heads=2"),
+        (["target.layer_ids=[0,5]"], ConfigError, r"target\.layer_ids=\[0, 5\]: the target has 5 layers"),
+        (["run.device=cuda:99"], ConfigError, r"run\.device='cuda:99': torch .* sees \d+ GPUs here"),
+        (["run.device=tpu"], ConfigError, r"run\.device='tpu'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_contradictions_are_refused(toy: Toy, overrides: list[str], error: type[Exception], message: str) -> None:
+    """Each message names the key and value seen, and what was wanted."""
+    with pytest.raises(error, match=message):
+        resolve_toy(toy, *overrides)
+
+
+def test_data_of_another_tokenizer_is_refused(toy: Toy, tmp_path: Path) -> None:
+    """A data set prepared with other tokens than the target's is refused with both fingerprints."""
+    other = tmp_path / "target"
+    shutil.copytree(toy.target, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][-1]["content"] = "<|other|>"
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    prepare([toy.conversations], tmp_path / "data", PrepareSettings(tokenizer=str(other), max_length=128))
+    with pytest.raises(DataError, match=r"prepared with another tokenizer .*tokenizer_fingerprint"):
+        resolve_toy(toy, f"data.path={tmp_path / 'data'}")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (258, "258 is the padding token; token 267 is unused"),
+        (257, "257 is an end-of-turn token"),
+        (272, r"272 is not in 0\.\.271: the target's vocabulary has 272 rows"),
+        (-1, r"-1 is not in 0\.\.271"),
+        (110, "110 occurs in the training data"),
+    ],
+)
+def test_unsafe_mask_tokens_are_refused(toy: Toy, wanted: int, message: str) -> None:
+    """Case T06: padding, end of turn, out of the vocabulary or a token of the data is no mask token."""
+    shape = dataclasses.replace(read_shape(str(toy.target)), pad_token_id=258)
+    with pytest.raises(ConfigError, match=message):
+        choose_mask_token(wanted, shape, load_tokenizer(str(toy.target)), Dataset.open(toy.data))
+
+
+def test_the_first_row_past_the_tokenizer_masks(toy: Toy) -> None:
+    """Case T06: auto takes 267 of the rows 267 to 271, and an explicit unused row is taken as it is."""
+    arguments = (read_shape(str(toy.target)), load_tokenizer(str(toy.target)), Dataset.open(toy.data))
+    assert choose_mask_token("auto", *arguments) == 267
+    assert choose_mask_token(270, *arguments) == 270
+
+
+def test_a_spare_special_token_masks_where_no_row_is_left(toy: Toy) -> None:
+    """With a full embedding auto takes a special token that neither template nor data use, and says so if none is left."""
+    shape = dataclasses.replace(read_shape(str(toy.target)), vocab_size=267)
+    tokenizer, dataset = load_tokenizer(str(toy.target)), Dataset.open(toy.data)
+    chosen = choose_mask_token("auto", shape, tokenizer, dataset)
+    assert tokenizer.added_tokens_decoder[chosen].special and not dataset.contains_token(chosen)
+    assert chosen not in (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    everything_used = SimpleNamespace(contains_token=lambda _token: True)
+    with pytest.raises(ConfigError, match="all 267 rows of the target's embedding are in use"):
+        choose_mask_token("auto", shape, tokenizer, everything_used)
+
+
+def test_wide_heads_are_not_inherited(toy: Toy) -> None:
+    """A target with heads of 256 gives a drafter with heads of 128, which every engine runs."""
+    from paceline.plan.resolve import _head_geometry
+
+    shape = dataclasses.replace(
+        read_shape(str(toy.target)), hidden_size=5120, num_attention_heads=24, num_key_value_heads=4, head_dim=256
+    )
+    assert _head_geometry(toy.config(Path("run")), shape) == (40, 8, 128)
+
+
+def test_the_layout_follows_the_device_and_the_roles(toy: Toy) -> None:
+    """On the CPU auto is split with one thread a role; the queue holds 2 per drafter and 1 per target."""
+    config = resolve_toy(toy, "topology.targets=2", "topology.threads=auto").config
+    assert (config.topology.layout, config.topology.threads, config.pipeline.queue_depth) == ("split", 1, 4)
+    together = resolve_toy(toy, "topology.layout=colocated", "topology.threads=auto", "run.deterministic=true").config
+    assert together.topology.threads == 1
+
+
+def test_the_memory_plan_counts_what_is_there(toy: Toy) -> None:
+    """Target and drafter bytes of the plan are those of the loaded models."""
+    from paceline.models.draft import DFlashDrafter
+    from paceline.models.target import Target
+
+    resolved, shape = resolve_config(toy.config(Path("run"), "pipeline.feature_cache_gib=0.5"))
+    plan = memory_plan(resolved, shape)
+    drafter = DFlashDrafter(resolved.draft)
+    assert plan.drafter_bytes == 16 * sum(p.numel() for p in drafter.parameters())
+    target = Target.load(str(toy.target), layer_ids=resolved.draft.target_layer_ids)
+    layers = sum(p.numel() for p in target._trunk.layers.parameters() if p.dim() > 1)
+    assert plan.target_bytes == 4 * layers
+    assert plan.cache_bytes == GIB // 2
+    assert plan.total_bytes == sum(dataclasses.asdict(plan).values())
+
+
+def test_devices() -> None:
+    """auto is the CPU where there is no GPU."""
+    if not torch.cuda.is_available():
+        assert resolve_device("auto") == torch.device("cpu")
