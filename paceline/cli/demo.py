@@ -19,7 +19,8 @@ from paceline.cli.evaluate import print_evaluation, serving_commands
 from paceline.cli.progress import TrainProgress
 from paceline.cli.train import merge_with_saved, run_training
 from paceline.config import RunConfig, parse_config
-from paceline.control.run_folder import RunFolder, write_atomically
+from paceline.control.run_folder import RunFolder
+from paceline.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console

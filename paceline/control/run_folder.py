@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.config import RunConfig, dump_config, load_config
 from paceline.errors import CheckpointError
+from paceline.files import write_atomically
 
 
 class RunFolder:
@@ -85,13 +86,3 @@ class RunFolder:
             file.write(str(os.getpid()))
             file.flush()
             yield
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by new content: readers see the old or the new one, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

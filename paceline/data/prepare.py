@@ -11,13 +11,12 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import chain, islice
@@ -47,6 +46,7 @@ from paceline.data.dataset import (
 )
 from paceline.data.readers import Line, Rejection, check_input, parse_line, read_lines
 from paceline.errors import ConfigError, DataError
+from paceline.files import staged_folder
 
 CHUNK_LINES = 256
 CHUNK_BYTES = 1 << 20
@@ -233,7 +233,7 @@ def prepare(
     results = _run_here(chunks, tokenizer, settings) if workers == 1 else _run_pool(chunks, settings, workers)
     try:
         _check_output(out)
-        with _staged(out) as folder:
+        with staged_folder(out) as folder:
             with (
                 closing(_Recorder(folder, stop_at_first=settings.on_error == "fail")) as recorder,
                 closing(results),
@@ -441,75 +441,3 @@ def _check_output(out: Path) -> None:
     if found and (foreign or INFO_FILE not in found):
         what = f"holds {sorted(foreign)[0]}" if foreign else f"has no {INFO_FILE}"
         raise DataError(f"output {out} exists and is not only a data set (it {what}): choose another --out")
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its place if the block ends well and vanishes otherwise."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _clean_leftovers(out)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
-        yield partial
-        _sync(partial)
-        _publish(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _publish(partial: Path, out: Path) -> None:
-    old = _replaced(out)
-    if out.exists():
-        os.rename(out, old)
-    try:
-        os.rename(partial, out)
-    except OSError:
-        if old.exists():
-            os.rename(old, out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    _sync_one(out.parent)
-
-
-def _replaced(out: Path) -> Path:
-    """Where the old data set is between two renames."""
-    return out.with_name(f".{out.name}.replaced")
-
-
-def _clean_leftovers(out: Path) -> None:
-    """Undo what a killed run left beside `out`: a swap cut short, folders of processes that are gone."""
-    old = _replaced(out)
-    if old.exists() and not out.exists():
-        os.rename(old, out)
-    shutil.rmtree(old, ignore_errors=True)
-    prefix = f".{out.name}.partial-"
-    for path in out.parent.iterdir():
-        pid = path.name.removeprefix(prefix)
-        if path.name.startswith(prefix) and pid.isdecimal() and not _is_other_process(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_other_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()
-
-
-def _sync(folder: Path) -> None:
-    """Force a folder's files, then the folders themselves, to the disk."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        _sync_one(path)
-    _sync_one(folder)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,6 @@ written beside its place, synced, renamed, and only then pointed to by ``latest`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.files import sha256, staged_folder, sync
 from paceline.models.draft import DFlashDrafter, DraftShape, drafter_class
 
 log = logging.getLogger(__name__)
@@ -63,41 +63,30 @@ def save(
     Raises: CheckpointError if it cannot be written; earlier ones are untouched then.
     """
     place = folder / f"step-{state.step:08d}"
-    temporary = folder / f".tmp-{place.name}-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        temporary.mkdir()
-        safetensors.torch.save_file(_on_host(drafter.state_dict()), temporary / WEIGHTS)
-        safetensors.torch.save_file(_optimizer_tensors(drafter, optimizer), temporary / OPTIMIZER)
-        _write_json(temporary / STATE, {"format": FORMAT, **asdict(state)})
-        _write_json(temporary / SHAPE, asdict(drafter.shape))
-        files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in temporary.iterdir()}
-        _write_json(temporary / MANIFEST, {"format": FORMAT, "files": files})
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        if place.exists():  # a damaged one, or one that a resumed run reached again
-            shutil.move(place, folder / f".tmp-old-{place.name}-{os.getpid()}")
-        os.rename(temporary, place)
-        _sync(folder)
+        with staged_folder(place) as partial:
+            safetensors.torch.save_file(_on_host(drafter.state_dict()), partial / WEIGHTS)
+            safetensors.torch.save_file(_optimizer_tensors(drafter, optimizer), partial / OPTIMIZER)
+            _write_json(partial / STATE, {"format": FORMAT, **asdict(state)})
+            _write_json(partial / SHAPE, asdict(drafter.shape))
+            files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in partial.iterdir()}
+            _write_json(partial / MANIFEST, {"format": FORMAT, "files": files})
         point(folder, "latest", place)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint {place} could not be written: {error}; earlier checkpoints are untouched"
         ) from error
-    _remove_leftovers(folder)
     _retain(folder, keep_last)
     return place
 
 
 def point(folder: Path, name: str, place: Path) -> None:
     """Make ``folder/name`` a link to a checkpoint, in one step."""
-    temporary = folder / f".tmp-{name}-{os.getpid()}"
+    temporary = folder / f".{name}.link"
     temporary.unlink(missing_ok=True)
     os.symlink(place.name, temporary)
     os.replace(temporary, folder / name)
-    _sync(folder)
+    sync(folder)
 
 
 def newest(folder: Path) -> Path | None:
@@ -120,7 +109,7 @@ def verify(place: Path) -> None:
         raise CheckpointError(f"{place} is not a complete checkpoint: no readable {MANIFEST}") from error
     for name, wanted in manifest.items():
         try:
-            found, digest = (place / name).stat().st_size, _sha256(place / name)
+            found, digest = (place / name).stat().st_size, sha256(place / name)
         except OSError as error:
             raise CheckpointError(f"{place / name} cannot be read: {error.strerror}") from error
         if found != wanted["bytes"]:
@@ -211,33 +200,14 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _steps(folder: Path) -> Iterator[Path]:
     return (place for place in folder.glob("step-" + "[0-9]" * 8) if place.is_dir() and not place.is_symlink())
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """What a killed save left behind; the run is locked, so nobody else is writing here."""
-    for leftover in folder.glob(".tmp-*"):
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
-
-
 def _retain(folder: Path, keep_last: int) -> None:
+    """Remove old checkpoints, and what killed saves left: the run is locked, so nobody else writes here."""
+    for partial in folder.glob(".step-*"):
+        shutil.rmtree(partial, ignore_errors=True)
     pointed = {(folder / name).resolve() for name in ("latest", "best") if (folder / name).is_symlink()}
     for place in sorted(_steps(folder))[:-keep_last]:
         if place.resolve() not in pointed:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline.control.run_folder import write_atomically
+from paceline.files import write_atomically
 
 
 class MetricsLog:

@@ -124,7 +124,7 @@ def test_a_failed_save_leaves_the_old_ones(tmp_path: Path, failing: str, monkeyp
     assert (tmp_path / "latest").resolve() == good.resolve()
     checkpoint.verify(good)
     save(tmp_path, 20)
-    assert [p.name for p in tmp_path.glob(".tmp-*")] == []
+    assert [p.name for p in tmp_path.glob(".*")] == []
 
 
 def test_a_save_over_a_damaged_checkpoint_replaces_it(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_a_save_over_a_damaged_checkpoint_replaces_it(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     """A temporary folder of a dead process goes with the next save."""
-    (tmp_path / ".tmp-step-00000003-1").mkdir()
+    (tmp_path / ".step-00000003.partial-1").mkdir()
     save(tmp_path, 4)
-    assert not (tmp_path / ".tmp-step-00000003-1").exists()
+    assert not (tmp_path / ".step-00000003.partial-1").exists()
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
