@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from paceline.errors import ConfigError
 
 Auto = Literal["auto"]
+Count = Annotated[int, Field(ge=1)]
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
@@ -107,7 +108,7 @@ class Loss(_Section):
     @field_validator("gamma")
     @classmethod
     def _positive(cls, value: str | float) -> str | float:
-        if not isinstance(value, str) and value <= 0:
+        if not isinstance(value, str) and not value > 0:  # not a number is no length either
             raise ValueError("gamma must be above 0")
         return value
 
@@ -125,7 +126,7 @@ class Optim(_Section):
     """AdamW's decoupled decay, on matrices only."""
     clip: float = Field(default=1.0, gt=0.0)
     """Largest global gradient norm. Source: DFlash, A.1."""
-    tokens_per_step: Auto | int = "auto"
+    tokens_per_step: Auto | Count = "auto"
     """Packed tokens of an optimizer step; a multiple of `pipeline.tokens_per_batch` x `topology.drafters`.
     auto: 98,304 (32 rows of 3,072), or less so that a run has at least 500 steps."""
 
@@ -140,12 +141,12 @@ class Topology(_Section):
     """N: target roles."""
     drafters: int = Field(default=1, ge=1, le=1)
     """M: drafter roles; one on the local executor."""
-    threads: Auto | int = "auto"
+    threads: Auto | Count = "auto"
     """Compute threads of each role on the CPU. auto: 1, or every core when target and drafter take turns."""
 
 
 class Pipeline(_Section):
-    tokens_per_batch: Auto | int = "auto"
+    tokens_per_batch: Auto | Count = "auto"
     """S: tokens of a packed row. auto: 12,288 on a GPU, 2,048 on the CPU, or the longest row if that is longer."""
     queue_depth: Auto | int = "auto"
     """Batches that may wait between targets and drafter. auto: 2 per drafter + 1 per target."""
@@ -212,6 +213,7 @@ FREE_TO_CHANGE = (
     "pipeline.min_ready",
     "pipeline.feature_cache_gib",
     "checkpoint",
+    "eval",
     "target.path",
     "data.path",
 )
@@ -245,13 +247,15 @@ def load_config(path: Path | str | None, overrides: Iterable[str] = ()) -> RunCo
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"run file {path} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"run file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         try:
             loaded = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"run file {path} is not valid YAML: {error}") from error
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"run file {path} holds a {type(loaded).__name__}; sections such as target: were wanted")
-        tree = loaded or {}
+        tree = {name: {} if section is None else section for name, section in (loaded or {}).items()}
     for override in overrides:
         _apply_override(tree, override)
     return parse_config(tree)
@@ -296,10 +300,9 @@ def _explain(problem: Any) -> str:
     key = ".".join(location[:2])
     if problem["type"] == "extra_forbidden":
         known = valid_keys() if len(location) > 1 else list(RunConfig.model_fields)
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        if not near:  # the key may sit in the wrong section
-            leaf = location[-1]
-            near = [name for name in valid_keys() if name.split(".")[-1] == leaf][:1]
+        leaf = location[-1]
+        near = [name for name in valid_keys() if name.split(".")[-1] == leaf][:1]  # in the wrong section
+        near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] == "missing":
         return f"{key} is missing: it has no default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 
@@ -45,6 +46,9 @@ def _common(
 
 def main() -> None:
     """Run the command; a user's error is a message and exit code 1, never a traceback."""
+    # Threads of a parallel region wait for each other spinning. With a core taken by another process that costs
+    # two thirds of the speed; a short spin loses nothing on a quiet machine (docs/experiments.md, 2026-11-29).
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     logging.basicConfig(
         level=logging.WARNING,
         format="%(message)s",

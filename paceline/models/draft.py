@@ -10,6 +10,7 @@ Source: DFlash, arXiv:2602.06036, section 4 and A.3; z-lab's released model code
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -98,7 +99,8 @@ class Rotary:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate ``[..., heads, H]`` by positions ``[...]``."""
-        angles = positions[..., None].float() * self.inv_freq.to(positions.device)  # [..., H/2]
+        self.inv_freq = self.inv_freq.to(positions.device)  # moved once, with the first positions
+        angles = positions[..., None].float() * self.inv_freq  # [..., H/2]
         cos = (angles.cos() * self.scale).to(x.dtype)[..., None, :]
         sin = (angles.sin() * self.scale).to(x.dtype)[..., None, :]
         first, second = x.chunk(2, dim=-1)
@@ -193,10 +195,9 @@ class DFlashDrafter(nn.Module):
     def initialise(self, seed: int, embed: nn.Module, head: Head) -> None:
         """Random weights, made on the host so that every device starts alike: N(0, 0.02) matrices, unit norms.
 
-        The final norm starts lower. At first a slot's hidden state is its input embedding, normed; rows of a tied
-        embedding are long and share a mean, so a unit norm would give logits a deviation of 16 (SmolLM2-135M), and a
-        third of that still starts at a loss of 25. It starts where the logits of a mask slot deviate by 2 (by 1 the
-        first dozen steps are slower: loss 7.3 against 5.9).
+        The final norm starts lower. At first a slot's hidden state is its input embedding, normed, and rows of a tied
+        embedding are long and alike: with a unit norm the best logit of a mask slot stands 80 above the mean
+        (SmolLM2-135M). It starts where that is ln V, so that no token outweighs all others together.
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -206,8 +207,9 @@ class DFlashDrafter(nn.Module):
                 else:
                     parameter.fill_(1.0)
             mask = torch.tensor([self.shape.mask_token_id], device=self.norm.weight.device)
-            deviation = float(head.logits(self.norm(embed(mask)).to(head.weight.dtype)).std())
-            self.norm.weight.fill_(min(1.0, 2.0 / deviation))
+            logits = head.logits(self.norm(embed(mask)).to(head.weight.dtype))
+            lead = float(logits.max() - logits.mean())
+            self.norm.weight.fill_(min(1.0, math.log(self.shape.vocab_size) / lead))
 
     def context_kv(self, context_feature: Tensor, positions: Tensor) -> ContextKV:
         """Keys and values of context tokens for every layer: fused once, without the layers' input norm.

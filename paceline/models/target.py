@@ -251,7 +251,7 @@ class Target:
     def fingerprint(self) -> str:
         """SHA-256 of the shape and of a few weights of every tensor: tells another target, not another folder."""
         digest = hashlib.sha256(json.dumps(asdict(self.shape), sort_keys=True).encode())
-        for name, parameter in self._trunk.named_parameters():
+        for name, parameter in [*self._trunk.named_parameters(), ("head", self.head.weight)]:
             sample = parameter.detach().flatten()[:64].float().cpu().numpy()
             digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.tobytes())
         return digest.hexdigest()
@@ -261,7 +261,9 @@ class Target:
         self._captured.states = [None] * self._num_captured
         # use_cache defaults to True, which costs memory and, with position ids alone, merges packed documents again
         self._trunk(input_ids=input_ids[None].to(self.device), use_cache=False, **kwargs)
-        return torch.cat(self._captured.states, dim=-1)
+        joined = torch.cat(self._captured.states, dim=-1)
+        self._captured.states = None  # else every thread would hold the taps of its last row beside the joined copy
+        return joined
 
     def _run_one_by_one(self, tokens: TokenBatch, cache: FeatureCache | None) -> Tensor:
         width = self._num_captured * self.shape.hidden_size
@@ -410,6 +412,8 @@ def _load_configs(path: str, revision: str | None, trust_remote_code: bool) -> t
     folder = Path(path).expanduser()
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"target {path} has no config.json: a Transformers model folder or a hub id was wanted")
+    if not folder.exists():
+        log.info("%s is no folder here: asking the hub for it", path)
     try:
         with quiet_transformers():
             config = transformers.AutoConfig.from_pretrained(
@@ -418,6 +422,7 @@ def _load_configs(path: str, revision: str | None, trust_remote_code: bool) -> t
     except (OSError, ValueError, KeyError) as error:
         hint = "" if folder.exists() else " (no such folder here, so it was taken as a hub id)"
         raise ModelError(f"target {path} cannot be read{hint}: {_first_line(error)}") from error
+    _warn_if_theta_is_a_default(path, revision, config.get_text_config())
     if config.is_encoder_decoder:
         raise ModelError(f"target {path} is an encoder-decoder ({config.model_type}); a decoder-only model was wanted")
     try:
@@ -426,6 +431,21 @@ def _load_configs(path: str, revision: str | None, trust_remote_code: bool) -> t
     except OSError:  # many folders have none
         generation = None
     return config.get_text_config(), generation
+
+
+def _warn_if_theta_is_a_default(path: str, revision: str | None, config: Any) -> None:
+    """Transformers fills in a family's rope_theta in silence, and it becomes the drafter's as well."""
+    written, _ = transformers.PretrainedConfig.get_config_dict(path, revision=revision)
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("full_attention", rope).get("rope_theta")
+    text = {key: value for key, value in written.items() if not key.startswith(("vision", "audio"))}
+    if theta is not None and "rope_theta" not in json.dumps(text, default=str):
+        log.warning(
+            "target %s has no rope_theta in its config.json; target and drafter use Transformers' default for %s, %g",
+            path,
+            config.model_type,
+            theta,
+        )
 
 
 def _shape_of(config: Any, generation: Any) -> TargetShape:

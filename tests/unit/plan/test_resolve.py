@@ -122,7 +122,7 @@ def test_the_first_row_past_the_tokenizer_masks(toy: Toy) -> None:
 
 
 def test_a_spare_special_token_masks_where_no_row_is_left(toy: Toy) -> None:
-    """With a full embedding auto takes a special token that neither template nor data use, and says so if none is left."""
+    """With a full embedding auto takes a special token that nothing else uses, or says that none is left."""
     shape = dataclasses.replace(read_shape(str(toy.target)), vocab_size=267)
     tokenizer, dataset = load_tokenizer(str(toy.target)), Dataset.open(toy.data)
     chosen = choose_mask_token("auto", shape, tokenizer, dataset)

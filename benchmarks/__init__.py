@@ -1,0 +1,1 @@
+"""Timings, apart from tests: each script writes what it measured, with the command that made it, to ``results/``."""

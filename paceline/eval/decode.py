@@ -1,0 +1,442 @@
+"""Greedy decoding, one token at a time or block by block with a drafter: the last stop of a sample's journey.
+
+    target.prefill(prompt) -> first token      its features become the drafter's context
+    drafter.propose(anchor) -> drafted tokens
+    target.verify([anchor, *drafted]) -> what the target itself says after each of them
+    target.keep(n)                             rolls the target back to the tokens that were committed
+
+`decode` is the loop, and knows the two sides only by these calls; `CachedTarget` and `ContextDrafter` are the real
+sides. Shape letters: K block size, L taps, D hidden, M key/value heads, H head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from paceline.dflash.acceptance import Acceptance
+from paceline.errors import ModelError
+from paceline.eval.packed import pack_head, pack_layers
+from paceline.kernels.attention import BlockLayout
+from paceline.kernels.linear_cross_entropy import Head
+from paceline.models.draft import ContextKV, DFlashDrafter
+from paceline.models.target import TargetShape, load_causal_lm, read_shape
+
+
+class TargetSide(Protocol):
+    """What the loop asks of a target; it holds the sequence that has been committed so far."""
+
+    def prefill(self, prompt_ids: Sequence[int]) -> int:
+        """Start a sequence; the first token that follows it."""
+
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        """Append tokens; the greedy next token after each of them."""
+
+    def keep(self, num_tokens: int) -> None:
+        """Take back all but the first `num_tokens` of the tokens just verified."""
+
+    def features(self) -> Tensor:
+        """Context features ``[n, L*D]`` of the tokens that the last call appended and kept."""
+
+
+class DraftSide(Protocol):
+    """What the loop asks of a drafter; it holds the context that it has been given so far."""
+
+    num_predicted: int
+
+    def extend(self, features: Tensor) -> None:
+        """Append context features ``[n, L*D]``."""
+
+    def propose(self, anchor: int) -> list[int]:
+        """Up to `num_predicted` tokens to follow the token `anchor`, which stands right after the context."""
+
+
+@dataclass
+class Decoded:
+    """One answer and how it came about.
+
+    Attributes:
+        tokens: The answer, stop token included.
+        num_accepted_tokens: Drafted tokens kept in each verification; those past a stop or the limit are not counted.
+        acceptance: The same rounds as counts; empty for plain decoding.
+        stopped: Whether a stop token ended it; False: the length limit did.
+        prefill_s, draft_s, verify_s: Wall time by part; rolling back counts as verifying.
+    """
+
+    tokens: list[int]
+    acceptance: Acceptance
+    num_accepted_tokens: list[int] = field(default_factory=list)
+    stopped: bool = False
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the whole answer, prefill included."""
+        return self.prefill_s + self.draft_s + self.verify_s
+
+    @property
+    def decode_s(self) -> float:
+        """Wall time after the prefill, which made the first token."""
+        return self.draft_s + self.verify_s
+
+
+def decode(
+    target: TargetSide,
+    drafter: DraftSide | None,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+) -> Decoded:
+    """Decode greedily; the answer is the same with any drafter and with none.
+
+    A whole block is drafted even where fewer tokens are left, as the slots of a block see each other and the drafter
+    learned whole blocks; only what may still be committed is verified.
+
+    Args:
+        drafter: None decodes one token per target forward.
+        max_new_tokens: At least 1.
+        stop_ids: Tokens that end the answer, and belong to it.
+    Raises: ValueError if `prompt_ids` is empty or `max_new_tokens` is below 1.
+    """
+    if not prompt_ids or max_new_tokens < 1:
+        raise ValueError(
+            f"decoding needs a prompt and {max_new_tokens=} of at least 1, got {len(prompt_ids)} prompt tokens"
+        )
+    start = time.perf_counter()
+    first = target.prefill(prompt_ids)
+    answer = Decoded([first], Acceptance(drafter.num_predicted if drafter else 0), stopped=first in stop_ids)
+    answer.prefill_s = time.perf_counter() - start
+    while not answer.stopped and len(answer.tokens) < max_new_tokens:
+        anchor, left = answer.tokens[-1], max_new_tokens - len(answer.tokens)
+        start = time.perf_counter()
+        drafted = _draft(target, drafter, anchor)[:left] if drafter else []
+        drafted_at = time.perf_counter()
+        answer.draft_s += drafted_at - start
+        following = target.verify([anchor, *drafted])
+        num_hits = _leading_hits(drafted, following)
+        committed = _until_stop([*drafted[:num_hits], following[num_hits]][:left], stop_ids)
+        target.keep(len(committed))
+        answer.verify_s += time.perf_counter() - drafted_at
+        answer.tokens += committed
+        answer.stopped = committed[-1] in stop_ids
+        if drafter:
+            num_accepted = min(num_hits, len(committed))
+            answer.num_accepted_tokens.append(num_accepted)
+            answer.acceptance.add_round(num_accepted, len(committed))
+    return answer
+
+
+def _draft(target: TargetSide, drafter: DraftSide, anchor: int) -> list[int]:
+    drafter.extend(target.features())
+    return drafter.propose(anchor)
+
+
+def _leading_hits(drafted: Sequence[int], following: Sequence[int]) -> int:
+    """How many drafted tokens the target would have said as well, before the first it would not."""
+    return next((i for i, token in enumerate(drafted) if token != following[i]), len(drafted))
+
+
+def _until_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
+    """The tokens up to and including the first stop token."""
+    return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in stop_ids), tokens)
+
+
+@torch.inference_mode()
+def plain_decode(
+    target: CachedTarget, prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: Collection[int]
+) -> Decoded:
+    """Greedy decoding with one token per target forward and a key/value cache: the baseline.
+
+    Raises: ModelError if the answer may run past the target's positions.
+    """
+    target.check_length(len(prompt_ids), max_new_tokens)
+    return decode(target, None, prompt_ids, max_new_tokens, stop_ids)
+
+
+@torch.inference_mode()
+def speculative_decode(
+    target: CachedTarget,
+    drafter: DFlashDrafter,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    block_size: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Decoded:
+    """Greedy decoding with drafted blocks.
+
+    Args:
+        block_size: Slots used, at most the trained K; None: all of them.
+        dtype: Compute type of the drafter; another one than its weights' runs it under autocast, as training does.
+            None: the weights' own.
+    Raises: ModelError if target and drafter do not fit together, or the answer may run past the target's positions.
+    """
+    target.check_length(len(prompt_ids), max_new_tokens)
+    capacity = len(prompt_ids) + max_new_tokens
+    side = ContextDrafter(drafter, target, capacity, block_size or drafter.shape.block_size, dtype)
+    return decode(target, side, prompt_ids, max_new_tokens, stop_ids)
+
+
+def check_fit(drafter: DFlashDrafter, target: TargetShape, layer_ids: Sequence[int]) -> None:
+    """Refuse a drafter of another target. Raises: ModelError with both sides of every difference."""
+    shape = drafter.shape
+    pairs = {
+        "hidden_size": (shape.hidden_size, target.hidden_size),
+        "num_target_layers": (shape.num_target_layers, target.num_layers),
+        "vocab_size": (shape.vocab_size, target.vocab_size),
+        "target_layer_ids": (tuple(shape.target_layer_ids), tuple(layer_ids)),
+    }
+    different = [f"{name} {seen} against {wanted}" for name, (seen, wanted) in pairs.items() if seen != wanted]
+    if different:
+        raise ModelError(f"the drafter was trained for another target: {', '.join(different)}")
+
+
+class ContextDrafter:
+    """A drafter with the keys and values of its context, for one sequence.
+
+    The buffers hold the whole sequence from the start, so that a step allocates and copies nothing of the context; a
+    block's own keys and values are never stored.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        target: CachedTarget,
+        capacity: int,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Reserve room for `capacity` context tokens. Raises: ModelError if the two do not fit together."""
+        check_fit(drafter, target.shape, target.layer_ids)
+        shape = drafter.shape
+        if not 2 - drafter.label_shift <= block_size <= shape.block_size:
+            raise ModelError(f"block_size={block_size}: the drafter was trained for blocks of {shape.block_size} slots")
+        self.num_predicted = block_size - 1 + drafter.label_shift
+        weights_dtype = drafter.fc.weight.dtype
+        self._dtype = dtype or weights_dtype
+        self._drafter = drafter
+        self._embed = target.embed
+        self._head = target.head.to(self._dtype)
+        self._device = target.device
+        self._autocast = torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != weights_dtype)
+        self._noise_ids = torch.full((1, block_size), shape.mask_token_id, device=self._device)
+        size = (2, shape.num_hidden_layers, capacity, shape.num_key_value_heads, shape.head_dim)
+        self._keys, self._values = torch.empty(size, dtype=self._dtype, device=self._device)
+        self._num_context = 0
+
+    def extend(self, features: Tensor) -> None:
+        """Write the context's next keys and values, from features ``[n, L*D]``, behind the others."""
+        end = self._num_context + len(features)
+        positions = torch.arange(self._num_context, end, device=self._device)
+        with self._autocast:
+            fused = self._drafter.context_kv(features.to(self._dtype), positions)
+        for layer, (key, value) in enumerate(fused):
+            self._keys[layer, self._num_context : end] = key
+            self._values[layer, self._num_context : end] = value
+        self._num_context = end
+
+    def propose(self, anchor: int) -> list[int]:
+        """Draft the block that starts at `anchor`, the token right after the context."""
+        end, block_size = self._num_context, self._noise_ids.shape[1]
+        self._noise_ids[0, 0] = anchor
+        positions = torch.arange(end, end + block_size, device=self._device)[None]
+        context: ContextKV = [(key[:end], value[:end]) for key, value in zip(self._keys, self._values, strict=True)]
+        with self._autocast:
+            noise = self._embed(self._noise_ids).to(self._dtype)
+            hidden = self._drafter(noise, positions, context, BlockLayout.of_decode(end, block_size))
+            return self._drafter.draft(hidden, self._head, anchor)
+
+
+class CachedTarget:
+    """A whole target with its key/value cache and its tapped layers, for one sequence at a time.
+
+    Attributes:
+        shape: What the configuration says.
+        layer_ids: Tapped layers; empty where nothing is drafted.
+        embed: The target's embedding module (it scales where the family scales).
+        head: The target's output head, for the drafter.
+    """
+
+    def __init__(self, model: Any, shape: TargetShape, layer_ids: Sequence[int]) -> None:
+        """Tap a loaded Transformers causal LM that has all its layers; `CachedTarget.load` is the usual way.
+
+        On a CPU its linear layers are packed in place (see `eval.packed`).
+        """
+        trunk = model.get_decoder()
+        self.shape = shape
+        self.layer_ids = tuple(layer_ids)
+        self.embed: nn.Module = trunk.embed_tokens
+        model.requires_grad_(False)
+        self.head = pack_head(Head(model.get_output_embeddings().weight.detach(), shape.softcap, shape.logit_scale))
+        pack_layers(model, self.head)
+        self._model = model
+        # `past_key_values` became `cache` in Transformers 5.24
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._taps: list[Tensor] = [torch.empty(0)] * len(self.layer_ids)
+        for place, layer in enumerate(self.layer_ids):
+            trunk.layers[layer].register_forward_hook(self._capture(place))
+        self._cache = _RollbackCache(trunk)
+        self._num_appended = 0
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        layer_ids: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> CachedTarget:
+        """Load the text part of a model folder or hub id. Raises: ModelError."""
+        shape = read_shape(path, revision, trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        model = load_causal_lm(path, config.get_text_config(), dtype, device, revision, trust_remote_code)
+        return cls(model, shape, layer_ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.head.weight.dtype
+
+    def check_length(self, num_prompt: int, max_new_tokens: int) -> None:
+        """Raises: ModelError if prompt and answer together have more tokens than the target has positions."""
+        limit = self.shape.max_position_embeddings
+        if num_prompt + max_new_tokens > limit:
+            raise ModelError(
+                f"a prompt of {num_prompt} tokens and max_new_tokens={max_new_tokens} run past the target's {limit} "
+                f"positions; at most {max(0, limit - num_prompt)} new tokens fit"
+            )
+
+    def prefill(self, prompt_ids: Sequence[int]) -> int:
+        """Forget the last sequence, run the prompt, return the greedy token after it."""
+        self._cache.clear()
+        logits = self._append(prompt_ids, logits_to_keep=1)
+        return int(logits[-1].argmax())
+
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        """Append tokens; the greedy token after each."""
+        return self._append(tokens).argmax(-1).tolist()
+
+    def keep(self, num_tokens: int) -> None:
+        """Take back all but the first `num_tokens` of the tokens just verified."""
+        self._cache.keep(num_tokens)
+        self._num_appended = num_tokens
+
+    def features(self) -> Tensor:
+        """Tapped states of the tokens last appended and kept, joined: ``[n, L*D]``."""
+        return torch.cat([tap[: self._num_appended] for tap in self._taps], dim=-1)
+
+    @torch.inference_mode()
+    def next_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 ``[V]`` logits after a sequence, computed afresh in one forward."""
+        self._cache.clear()
+        return self._append(token_ids, logits_to_keep=1)[-1].float()
+
+    def _append(self, tokens: Sequence[int], **options: Any) -> Tensor:
+        """Run tokens behind the cached ones; logits ``[n, V]``."""
+        self._num_appended = len(tokens)
+        self._cache.before(len(tokens))
+        ids = torch.tensor([list(tokens)], device=self.device)
+        options[self._cache_name] = self._cache.cache
+        return self._model(input_ids=ids, use_cache=True, **options).logits[0]
+
+    def _capture(self, place: int) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:  # a hook that returns something replaces output
+            self._taps[place] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        return hook
+
+
+class _RollbackCache:
+    """A Transformers cache that can take tokens back, for every kind of layer.
+
+    Keys and values are sliced here: `DynamicCache.crop` changed its meaning over versions, and layers with a sliding
+    window drop keys that a rollback needs again, so they are kept whole and the window is left to the model's masks.
+    Layers with a recurrent state (gated delta rule) cannot be sliced: their state before the block is copied, put
+    back, and the mixer alone is run again on the kept tokens, whose inputs were saved. The layers around it need no
+    second run, as what they made of the kept tokens did not depend on the later ones.
+    """
+
+    def __init__(self, trunk: Any) -> None:
+        self._trunk = trunk
+        self._mixers: dict[int, nn.Module] = {}
+        self._mixer_inputs: dict[int, Tensor] = {}
+        self._snapshot: dict[int, list[Tensor]] = {}
+        self.cache: Any
+        self._base = self._num_appended = 0
+        self.clear()
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, LinearAttentionLayer):
+                self._mixers[i] = self._find_mixer(i)
+                self._mixers[i].register_forward_pre_hook(self._save_input(i), with_kwargs=True)
+
+    def clear(self) -> None:
+        """Start a new sequence."""
+        self.cache = transformers.DynamicCache(config=self._trunk.config)
+        for i, layer in enumerate(self.cache.layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                self.cache.layers[i] = DynamicLayer()
+            elif type(layer) not in (DynamicLayer, LinearAttentionLayer):
+                raise ModelError(
+                    f"{self._trunk.config.model_type}: layer {i} keeps its past in a {type(layer).__name__}, which "
+                    "cannot be rolled back; speculative decoding needs keys and values or a `linear_attn` mixer"
+                )
+        self._base = self._num_appended = 0
+
+    def before(self, num_tokens: int) -> None:
+        """Announce a forward over `num_tokens`."""
+        self._base += self._num_appended
+        self._num_appended = num_tokens
+        if self._base and num_tokens > 1:  # the prompt and a single token are never taken back
+            self._snapshot = {i: [state.clone() for state in self._states(i)] for i in self._mixers}
+
+    def keep(self, num_tokens: int) -> None:
+        """Take back all but the first `num_tokens` tokens of the last forward; at least one stays."""
+        if num_tokens == self._num_appended:
+            return
+        end = self._base + num_tokens
+        for i, layer in enumerate(self.cache.layers):
+            if i in self._mixers:
+                for state, before in zip(self._states(i), self._snapshot[i], strict=True):
+                    state.copy_(before)
+                self._mixers[i](self._mixer_inputs[i][:, :num_tokens], self.cache)
+            elif layer.get_seq_length():  # layers that share another's keys hold none
+                layer.keys, layer.values = layer.keys[..., :end, :], layer.values[..., :end, :]
+        self._num_appended = num_tokens
+
+    def _states(self, layer: int) -> list[Tensor]:
+        linear = self.cache.layers[layer]
+        return [linear.conv_states[0], linear.recurrent_states[0]]
+
+    def _find_mixer(self, layer: int) -> nn.Module:
+        mixer = getattr(self._trunk.layers[layer], "linear_attn", None)
+        if mixer is None:
+            raise ModelError(
+                f"{self._trunk.config.model_type}: layer {layer} has a recurrent state but no `linear_attn` mixer, so "
+                "rejected tokens cannot be rolled back"
+            )
+        return mixer
+
+    def _save_input(self, layer: int) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._mixer_inputs[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook

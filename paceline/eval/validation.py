@@ -1,0 +1,115 @@
+"""Acceptance length on held-out rows without decoding: every block of an answer is drafted at once, teacher-forced.
+
+Where the answers are what the target says greedily, the result is that of the decode loop exactly, many times cheaper:
+each anchor that the loop would visit has the context here that it would have there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.data.dataset import Dataset
+from paceline.dflash.acceptance import Acceptance, leading_hits, walk
+from paceline.dflash.anchors import eligible_positions, make_anchors
+from paceline.dflash.blocks import block_labels, block_positions, make_noise_blocks
+from paceline.kernels.attention import BlockLayout
+from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, Head
+from paceline.models.draft import ContextKV, DFlashDrafter
+from paceline.models.target import FeatureCache, Target
+
+KEPT_BYTES = 1 << 30
+"""Host memory for features of held-out rows; rows past it run through the target at every measurement."""
+
+
+class Validation:
+    """Held-out rows, measured again and again while a drafter trains.
+
+    Args:
+        target: The target, with its embedding and head.
+        dataset: Where the rows are.
+        rows: Row numbers.
+        num_anchors: Blocks drafted at a time; it bounds the memory, as the training step's A does there.
+        dtype: Compute type of the drafter, as in training.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        dataset: Dataset,
+        rows: Sequence[int],
+        *,
+        num_anchors: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._target = target
+        self._dataset = dataset
+        self._rows = rows
+        self._num_anchors = num_anchors
+        self._dtype = dtype
+        self._head = target.head.to(dtype)
+        self._kept = FeatureCache(KEPT_BYTES)
+
+    @torch.no_grad()
+    def measure(self, drafter: DFlashDrafter) -> Acceptance:
+        """Acceptance pooled over every answer of the rows, the first token of an answer given by the prefill."""
+        total = Acceptance(drafter.num_predicted)
+        for row in self._rows:
+            input_ids, loss_mask = self._dataset.row(int(row))
+            leading = self._leading(drafter, input_ids, loss_mask, self._features(int(row), input_ids))
+            for answer in leading.split(_anchors_of_answers(loss_mask)):
+                total += walk(answer.tolist(), drafter.num_predicted)
+        return total
+
+    def _features(self, row: int, input_ids: Tensor) -> Tensor:
+        """Context features ``[n, L*D]`` of a row, on the target's device."""
+        features = self._kept.get(row)
+        if features is None:
+            features = self._target.document_features(input_ids)
+            self._kept.put(row, features.cpu())
+        return features.to(self._target.device)
+
+    def _leading(self, drafter: DFlashDrafter, input_ids: Tensor, loss_mask: Tensor, features: Tensor) -> Tensor:
+        """Leading hits of the block at every position that has an answer's token after it, int64 ``[positions]``."""
+        device, weights_dtype = features.device, drafter.fc.weight.dtype
+        document = torch.zeros_like(input_ids)
+        positions = eligible_positions(loss_mask, document).nonzero().flatten()
+        if not len(positions):
+            return positions
+        counts = []
+        with torch.autocast(device.type, dtype=self._dtype, enabled=self._dtype != weights_dtype):
+            context_kv = drafter.context_kv(features.to(self._dtype), torch.arange(len(input_ids), device=device))
+            for chunk in positions.split(self._num_anchors):
+                counts.append(self._leading_of_chunk(drafter, input_ids, loss_mask, context_kv, chunk))
+        return torch.cat(counts)
+
+    def _leading_of_chunk(
+        self, drafter: DFlashDrafter, input_ids: Tensor, loss_mask: Tensor, context_kv: ContextKV, positions: Tensor
+    ) -> Tensor:
+        shape, length, device = drafter.shape, len(input_ids), self._target.device
+        anchors = make_anchors(positions)
+        noise_ids = make_noise_blocks(input_ids, anchors, shape.block_size, shape.mask_token_id)  # [A, K]
+        slot_positions = block_positions(anchors, torch.arange(length), shape.block_size)  # [A, K]
+        layout = BlockLayout.of_row(anchors, (0, length), shape.block_size, length)
+        noise = self._target.embed(noise_ids.to(device)).to(self._dtype)  # [A, K, D]
+        hidden = drafter(noise, slot_positions.to(device), context_kv, layout)  # [A, J, D]
+        labels, valid = block_labels(
+            input_ids, loss_mask, torch.zeros_like(input_ids), anchors, shape.block_size, drafter.label_shift
+        )
+        hits = torch.zeros_like(valid)
+        hits[valid] = _argmax(hidden[valid.to(device)].to(self._dtype), self._head).cpu() == labels[valid]
+        return leading_hits(hits)
+
+
+def _anchors_of_answers(loss_mask: Tensor) -> list[int]:
+    """For every answer (run of supervised tokens) the positions a block may start from: all but its last."""
+    edges = torch.diff(loss_mask.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int()).nonzero().flatten()
+    return (edges[1::2] - edges[::2] - 1).tolist()
+
+
+def _argmax(hidden: Tensor, head: Head) -> Tensor:
+    """The head's choice for rows ``[R, D]``, int64 ``[R]``; full logits exist for one chunk of rows at a time."""
+    rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
+    return torch.cat([head.logits(chunk).argmax(-1) for chunk in hidden.split(rows)])

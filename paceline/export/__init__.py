@@ -1,0 +1,1 @@
+"""Folders that inference engines load, checked after writing. Knows nothing of training."""

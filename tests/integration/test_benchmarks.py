@@ -1,0 +1,15 @@
+"""The benchmarks run; their timings decide nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.cpu import main
+
+
+def test_the_cpu_benchmark_runs(tmp_path: Path) -> None:
+    """At tiny shapes it writes every figure, with the command that made them."""
+    result = main(["--small", "--out", str(tmp_path / "cpu.json")])
+    assert (tmp_path / "cpu.json").is_file()
+    assert result["command"].startswith("python -m benchmarks --small")
+    assert min(result["target_tok_per_s"], result["drafter_tok_per_s"], result["blocks_per_s"]) > 0
