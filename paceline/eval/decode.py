@@ -24,9 +24,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import ModelError
-from paceline.eval.packed import pack_head, pack_layers
 from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
+from paceline.kernels.packed_linear import pack_head, pack_layers
 from paceline.models.draft import ContextKV, DFlashDrafter
 from paceline.models.target import TargetShape, load_causal_lm, read_shape
 

@@ -17,7 +17,7 @@ from paceline.data.readers import Rejection, decode_record, read_lines
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import DataError
 from paceline.eval.decode import CachedTarget, Decoded, plain_decode, speculative_decode
-from paceline.eval.packed import pack_layers
+from paceline.kernels.packed_linear import pack_layers
 from paceline.models.draft import DFlashDrafter
 
 ACCEPTANCE_RULE = (

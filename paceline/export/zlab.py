@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.errors import ModelError
+from paceline.files import staged_folder
 from paceline.models.draft import DFlashDrafter, DraftShape
 
 CONFIG_FILE = "config.json"
@@ -76,17 +75,13 @@ def export_zlab(drafter: DFlashDrafter, out_dir: Path | str, dtype: torch.dtype 
     _check_place(folder)
     config = _config_of(drafter.shape, dtype)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
-    temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        safetensors.torch.save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-        _check_written(temporary, drafter.shape, tensors)
-        _put_in_place(temporary, folder)
+        with staged_folder(folder) as partial:
+            (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            safetensors.torch.save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+            _check_written(partial, drafter.shape, tensors)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"export to {folder} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -257,23 +252,3 @@ def _check_place(folder: Path) -> None:
     names = {entry.name for entry in folder.iterdir()}
     if names and not (is_zlab(folder) and names <= {CONFIG_FILE, WEIGHTS_FILE}):
         raise ModelError(f"--out {folder} holds other files than an export; choose a new folder")
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename, after the disk has everything; a reader sees the old folder, none, or the new one."""
-    for path in (*temporary.iterdir(), temporary):
-        _sync(path)
-    replaced = folder.with_name(f"{temporary.name}-old")
-    if folder.exists():
-        os.rename(folder, replaced)
-    os.rename(temporary, folder)
-    _sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

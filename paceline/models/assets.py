@@ -37,6 +37,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from paceline.errors import ModelError
+from paceline.files import is_running, sha256, sync, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -257,19 +258,12 @@ def _tokenizer(meta: dict[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _write_manifest(folder: Path) -> None:
-    """Flush every file to the disk, then write the manifest that declares the folder complete."""
-    files = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+    """Write the manifest that declares the folder complete, and force all of it to the disk."""
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
     source = {"requirement": WHEEL_REQUIREMENT, "member": GGUF_MEMBER, "sha256": GGUF_SHA256}
-    with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"source": source, "files": files}, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    _fsync_folder(folder)
+    text = json.dumps({"source": source, "files": files}, indent=2)
+    (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+    sync_tree(folder)
 
 
 def _put_in_place(built: Path, folder: Path, replaced: Path) -> None:
@@ -284,33 +278,15 @@ def _put_in_place(built: Path, folder: Path, replaced: Path) -> None:
         logger.warning("%s is damaged and replaced", folder)
         os.replace(folder, replaced)
         os.replace(built, folder)
-    _fsync_folder(folder.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder.parent)
 
 
 def _remove_leftovers(cache: Path) -> None:
     """Remove work folders of this host whose process is gone (killed before it could clean up)."""
     for path in cache.glob(f"{_PARTIAL_PREFIX}{socket.gethostname()}-*"):
         pid = path.name.split("-")[-2]
-        if pid.isdigit() and not _is_alive(int(pid)):
+        if pid.isdigit() and not is_running(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _is_disk_full(error: Exception) -> bool:

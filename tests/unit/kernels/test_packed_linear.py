@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.eval import packed
-from paceline.eval.packed import PackedHead, PackedLinear, pack_head, pack_layers, packed_product
+from paceline.kernels import packed_linear as packed
 from paceline.kernels.linear_cross_entropy import Head
+from paceline.kernels.packed_linear import PackedHead, PackedLinear, pack_head, pack_layers, packed_product
 
 needs_onednn = pytest.mark.skipif(not packed.can_pack(), reason="this build of PyTorch has no oneDNN product")
 
