@@ -1,6 +1,6 @@
 """Write ``docs/configuration.md`` from the field docstrings of ``paceline/config.py``.
 
-    python scripts/make_config_docs.py
+python scripts/make_config_docs.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import resource
 import sys
@@ -81,6 +82,7 @@ def demo(
             f"{info.num_rows} conversations, {info.num_tokens:,} tokens, {info.num_supervised:,} of them the target's "
             f"own words; look at them with `paceline inspect {data}`",
             markup=False,
+            soft_wrap=True,
         )
 
     with phases.phase("train", "3  train the drafter: stop with Ctrl-C, go on with the same command"):
@@ -89,6 +91,7 @@ def demo(
         if run.exists:
             config = merge_with_saved(run.read_config(), config)
         report = run_training(config, TrainProgress(quiet=as_json))
+        gc.collect()  # the target's hooks refer to it in circles; decoding loads the whole model again
         if report.ending != "finished":
             console.print(f"stopped at step {report.step} of {report.total_steps}; the same command goes on")
             sys.exit(130)
@@ -99,7 +102,7 @@ def demo(
     with phases.phase("export", "5  export for inference engines"):
         drafter = load_drafter(run_dir)
         export_zlab(drafter, export_dir)
-        console.print("\n".join(serving_commands(export_dir, drafter.shape.block_size)), markup=False)
+        console.print("\n".join(serving_commands(export_dir, drafter.shape.block_size)), markup=False, soft_wrap=True)
 
     record = {
         "target": "SmolLM2-135M-Instruct",
@@ -132,7 +135,7 @@ def demo_config(target: str, data: str, run_dir: str) -> RunConfig:
             "data": {"path": data, "epochs": 4, "max_length": 512, "validation": 0.03},
             "anchors": {"per_token": 0.25},
             "optim": {"lr": 1.5e-3, "tokens_per_step": 1024},
-            "topology": {"layout": "colocated"},
+            "topology": {"threads": torch.get_num_threads()},
             "pipeline": {"tokens_per_batch": 1024, "feature_cache_gib": 1.5},
             "checkpoint": {"every_steps": 50},
             "eval": {"validate_every": 50, "validate_rows": 8},
@@ -161,7 +164,7 @@ def _evaluate(target: str, run_dir: Path, console: Console) -> tuple[Evaluation,
 
     def show(result: PromptResult, so_far: Evaluation) -> None:
         if len(so_far.results) == 1:
-            console.print(tokenizer.decode(result.speculative.tokens), markup=False)
+            console.print(tokenizer.decode(result.speculative.tokens), markup=False, soft_wrap=True)
         if len(so_far.results) % 10 == 0:
             console.print(
                 f"{len(so_far.results):>3} prompts: acceptance length {so_far.acceptance.length:.2f}, "

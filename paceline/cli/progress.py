@@ -36,7 +36,7 @@ class TrainProgress:
     def phase(self, text: str) -> None:
         """Say what is being done."""
         if not self._quiet:
-            self._console.print(text, markup=False)
+            self._console.print(text, markup=False, soft_wrap=True)
 
     def start(self, config: RunConfig, resolved: ResolvedRun, step: int, packing_note: str) -> None:
         """The run is about to train its first step."""
@@ -68,12 +68,10 @@ class TrainProgress:
             self._bar.update(self._task, completed=line["step"], description=_describe(line))
             if is_last:
                 self._bar.stop()
-        if self._quiet:
-            return
         due = line["step"] == 1 or time.monotonic() - self._last_plain > PLAIN_INTERVAL_S
         if validated or is_last or (self._bar is None and due):
             self._last_plain = time.monotonic()
-            self._console.print(f"step {line['step']:>5}/{total_steps}  {_describe(line)}", markup=False)
+            self.phase(f"step {line['step']:>5}/{total_steps}  {_describe(line)}")
 
     def stop(self) -> None:
         """Leave the terminal as it was."""

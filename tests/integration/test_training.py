@@ -210,3 +210,22 @@ def test_the_best_drafter_of_a_run_loads(straight: tuple) -> None:
     """A run folder gives back its best drafter with the trained mask token and taps."""
     drafter = load_drafter(straight[0])
     assert drafter.shape.mask_token_id == 267 and drafter.shape.target_layer_ids == (1, 2)
+
+
+def test_a_step_with_nothing_to_learn_is_no_step(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case T04: micro-batches without an anchor are counted as skipped, and no step number is used up by them."""
+    from paceline.data.packing import PackedBatches
+
+    original = PackedBatches.batch
+
+    def bare(self: PackedBatches, number: int):
+        tokens = original(self, number)
+        if number in (4, 5):
+            tokens.loss_mask[:] = False
+        return tokens
+
+    monkeypatch.setattr(PackedBatches, "batch", bare)
+    report, lines = train(toy.config(tmp_path))
+    assert report.skipped_batches == 2 and report.step == report.total_steps - 1
+    assert [line["step"] for line in lines] == list(range(1, report.total_steps))
+    assert [line["batch"] for line in lines][:3] == [1, 3, 7]
