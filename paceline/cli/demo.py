@@ -63,6 +63,7 @@ def demo(
     from paceline.export.zlab import export_zlab
     from paceline.models.assets import demo_target
     from paceline.train.checkpoint import load_drafter
+    from paceline.train.metrics import read_metrics
 
     console = Console(stderr=as_json, highlight=False)
     phases = Phases(console)
@@ -107,12 +108,12 @@ def demo(
     record = {
         "target": "SmolLM2-135M-Instruct",
         **evaluation.as_dict(),
-        "train_tokens": report.tokens,
+        "train_tokens": sum(line["tokens"] for line in read_metrics(run.metrics_file)),
         "train_steps": report.step,
         "seconds": {**phases.seconds, "total": round(sum(phases.seconds.values()), 2)},
         "threads": num_threads,
         "peak_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        "layout": config.topology.layout,
+        "layout": run.read_config().topology.layout,
     }
     write_atomically(out / "demo.json", json.dumps(record, indent=1) + "\n")
     if as_json:
@@ -164,6 +165,7 @@ def _evaluate(target: str, run_dir: Path, console: Console) -> tuple[Evaluation,
 
     def show(result: PromptResult, so_far: Evaluation) -> None:
         if len(so_far.results) == 1:
+            console.print(heldout[0]["messages"][0]["content"], style="dim", markup=False, soft_wrap=True)
             console.print(tokenizer.decode(result.speculative.tokens), markup=False, soft_wrap=True)
         if len(so_far.results) % 10 == 0:
             console.print(

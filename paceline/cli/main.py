@@ -60,13 +60,13 @@ def main() -> None:
     except PipelineError as error:  # a role failed: its own traceback is what helps
         traceback.print_exception(error.__cause__ or error)
         _fail(error)
-    except PacelineError as error:
+    except (PacelineError, OSError) as error:  # a full disk or a path that cannot be written is a user's as well
         _fail(error)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
 
 
-def _fail(error: PacelineError) -> None:
+def _fail(error: Exception) -> None:
     print(f"paceline: {error}", file=sys.stderr)
     sys.exit(1)

@@ -177,7 +177,10 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
             progress=progress,
             should_stop=lambda: stop.reason,
         )
-        report = loop.run()
+        try:
+            report = loop.run()
+        finally:
+            progress.stop()
         run.event(report.ending, step=report.step)
         run.write_json("report.json", dataclasses.asdict(report))
         return report

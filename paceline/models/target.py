@@ -316,10 +316,10 @@ class Target:
         return additive(in_window if getattr(config, "use_sliding_window", True) else visible)
 
     def _choose_packing(self, packing: str) -> tuple[bool, str]:
+        if packing != "packed" and self.device.type == "cpu":
+            return False, "documents run one by one: on the CPU features are then the same bits in any packing"
         if packing == "per_document":
             return False, "documents run one by one, as target.packing says"
-        if packing == "auto" and self.device.type == "cpu":
-            return False, "documents run one by one: on the CPU features are then the same bits in any packing"
         leak = self._probe_leak()
         limit = 1e-4 if self.dtype == torch.float32 else 3e-2
         if leak <= limit:

@@ -184,6 +184,7 @@ def test_a_failing_role_ends_with_its_traceback_and_exit_code_1(toy: Toy, tmp_pa
         (["train", "{file}", "target.path=./no/such/target"], ["no/such/target"]),
         (["train", "{file}", "draft.mask_token_id=272"], ["draft.mask_token_id=272", "token 267 is unused"]),
         (["train", "{file}", "pipeline.min_ready=9", "pipeline.queue_depth=2"], ["min_ready=9 is above"]),
+        (["train", "{file}", "run.dir={file}/run"], ["Not a directory", "{file}/run"]),
         (["resume", "{tmp}/nothing"], ["is no run folder"]),
         (["export", "{tmp}", "--format", "zlab", "--out", "{tmp}/x"], ["holds no complete checkpoint"]),
         (["prepare", "{tmp}/missing.jsonl", "--tokenizer", "{target}", "--out", "{tmp}/x"], ["missing.jsonl"]),
@@ -217,6 +218,14 @@ def test_mistakes_are_answered(
     assert [part for part in map(fill, parts) if part not in err] == [], err
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run") == ["run.yaml"]
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_reader_that_leaves_early_is_no_error(toy: Toy) -> None:
+    """`paceline inspect --json | head -1` ends quietly."""
+    line = " ".join(["exec", *command("inspect", toy.data, "--json"), "|", "head", "-c", "20"])
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=PATIENCE_S, env=environment())
+    assert result.stderr == ""
+    assert result.stdout.startswith('{"row": 0')
 
 
 def test_help_and_doctor_are_quick_and_honest() -> None:
