@@ -117,6 +117,8 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
         device = torch.device(config.run.device)
         torch.set_num_threads(int(config.topology.threads))
         torch.use_deterministic_algorithms(config.run.deterministic)
+        if config.run.deterministic:  # cuBLAS is deterministic only with a fixed workspace
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         kind = drafter_class(config.draft.kind)
         target = Target.load(
             config.target.path,

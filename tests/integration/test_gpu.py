@@ -21,16 +21,9 @@ pytestmark = [
 GPU = ("run.device=cuda", "run.deterministic=true", "run.max_steps=8")
 
 
-@pytest.fixture(autouse=True)
-def _cublas_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS is deterministic only with a fixed workspace."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 @pytest.fixture(scope="module")
 def straight(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     run_dir = tmp_path_factory.mktemp("gpu") / "run"
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return run_dir, train(toy.config(run_dir, *GPU))[1]
 
 
