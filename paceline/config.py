@@ -35,6 +35,8 @@ class Run(_Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps after which the run ends, and which the learning-rate schedule spans; None: until `data.epochs`
     are used up."""
+    max_hours: float | None = Field(default=None, gt=0.0)
+    """Wall-clock limit of one start, in hours: the run then saves and ends as after a signal. None: no limit."""
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
 
@@ -79,6 +81,8 @@ class Draft(_Section):
     """Size of a head. auto: the target's, at most 128, the width that every engine's kernels accept."""
     intermediate_size: Auto | int = "auto"
     """Width of the MLP. auto: the target's."""
+    vocab: Literal["full"] = "full"
+    """Tokens that the drafter can draft: all of the target's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; master weights and moments are float32. auto: float32 on the CPU, bfloat16 on a GPU."""
 
@@ -164,6 +168,8 @@ class Checkpoint(_Section):
     """Steps between saves; the last step is always saved."""
     keep_last: int = Field(default=3, ge=1)
     """Newest checkpoints kept; those that `latest` and `best` point to always stay."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Checkpoints whose step is a multiple of it stay as well; None: none."""
 
 
 class Eval(_Section):
@@ -207,6 +213,7 @@ class RunConfig(_Section):
 FREE_TO_CHANGE = (
     "run.dir",
     "run.device",
+    "run.max_hours",
     "topology",
     "pipeline.queue_depth",
     "pipeline.queue_gib",

@@ -109,6 +109,7 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
     from paceline.train.step import TrainStep
 
     run = RunFolder(config.run.dir)
+    deadline = time.monotonic() + 3600 * (config.run.max_hours or float("inf"))
     with StopRequest() as stop, run.lock():
         progress.phase("loading the target and the data")
         dataset = Dataset.open(config.data.path)
@@ -177,7 +178,7 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
             lambda number: target.features(resolved.batches.batch(number), cache),
             validate=validation.measure if validation else None,
             progress=progress,
-            should_stop=lambda: stop.reason,
+            should_stop=lambda: stop.reason or ("max_hours" if time.monotonic() > deadline else None),
         )
         try:
             report = loop.run()

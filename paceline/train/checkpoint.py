@@ -56,7 +56,13 @@ class TrainState:
 
 
 def save(
-    folder: Path, state: TrainState, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer, *, keep_last: int
+    folder: Path,
+    state: TrainState,
+    drafter: DFlashDrafter,
+    optimizer: torch.optim.Optimizer,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
 ) -> Path:
     """Write a checkpoint, point `latest` to it, and remove old ones that nothing points to.
 
@@ -76,7 +82,7 @@ def save(
         raise CheckpointError(
             f"checkpoint {place} could not be written: {error}; earlier checkpoints are untouched"
         ) from error
-    _retain(folder, keep_last)
+    _retain(folder, keep_last, keep_every)
     return place
 
 
@@ -204,11 +210,12 @@ def _steps(folder: Path) -> Iterator[Path]:
     return (place for place in folder.glob("step-" + "[0-9]" * 8) if place.is_dir() and not place.is_symlink())
 
 
-def _retain(folder: Path, keep_last: int) -> None:
+def _retain(folder: Path, keep_last: int, keep_every: int | None) -> None:
     """Remove old checkpoints, and what killed saves left: the run is locked, so nobody else writes here."""
     for partial in folder.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
     pointed = {(folder / name).resolve() for name in ("latest", "best") if (folder / name).is_symlink()}
     for place in sorted(_steps(folder))[:-keep_last]:
-        if place.resolve() not in pointed:
+        kept = keep_every is not None and int(place.name.removeprefix("step-")) % keep_every == 0
+        if not kept and place.resolve() not in pointed:
             shutil.rmtree(place, ignore_errors=True)

@@ -40,7 +40,7 @@ class TrainReport:
     """How a run ended; written to ``report.json``.
 
     Attributes:
-        ending: ``finished``, or the name of the signal that stopped it.
+        ending: ``finished``, the name of the signal that stopped it, or ``max_hours``.
         step, total_steps: Updates done and planned.
         tokens: Document tokens trained on by this process (earlier ones of a resumed run excluded).
         seconds: Wall time of this process's training.
@@ -251,6 +251,7 @@ class TrainLoop:
             self.trainer.drafter,
             self.trainer.optimizer,
             keep_last=self.config.checkpoint.keep_last,
+            keep_every=self.config.checkpoint.keep_every,
         )
         self._saved_step = self.step
         self.run_folder.event("checkpoint", step=self.step)

@@ -59,7 +59,10 @@ class TrainStep:
         self.optimizer = build_optimizer(drafter, optim)
 
     def accumulate(self, features: FeatureBatch) -> StepSums:
-        """Forward and backward of one micro-batch; gradients of its weighted sum are added up, not yet divided."""
+        """Forward and backward of one micro-batch; gradients of its weighted sum are added up, not yet divided.
+
+        Reading the loss and the hits waits for the device once a micro-batch.
+        """
         tokens, shape, device = features.tokens, self.drafter.shape, features.context_feature.device
         generator = batch_generator(self.seed, tokens.number)
         anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, self.num_anchors, generator)

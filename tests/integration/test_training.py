@@ -229,3 +229,12 @@ def test_a_step_with_nothing_to_learn_is_no_step(toy: Toy, tmp_path: Path, monke
     assert report.skipped_batches == 2 and report.step == report.total_steps - 1
     assert [line["step"] for line in lines] == list(range(1, report.total_steps))
     assert [line["batch"] for line in lines][:3] == [1, 3, 7]
+
+
+def test_a_time_limit_saves_and_ends(toy: Toy, straight: tuple[Path, list[dict]], tmp_path: Path) -> None:
+    """A run past `run.max_hours` saves and ends like a stopped one, and goes on exactly without the limit."""
+    config = toy.config(tmp_path / "run", f"run.max_steps={STEPS}")
+    report, lines = train(toy.config(tmp_path / "run", f"run.max_steps={STEPS}", "run.max_hours=1e-9"))
+    assert (report.ending, report.step, lines) == ("max_hours", 0, [])
+    assert train(config)[0].ending == "finished"
+    assert_same_bits(straight[0], tmp_path / "run")

@@ -109,6 +109,14 @@ def test_old_checkpoints_go_except_those_pointed_to(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == (tmp_path / "step-00000004").resolve()
 
 
+def test_milestones_stay(tmp_path: Path) -> None:
+    """Steps that are a multiple of `keep_every` are never removed."""
+    drafter, optimizer = trained()
+    for step in range(1, 8):
+        checkpoint.save(tmp_path, state(step), drafter, optimizer, keep_last=1, keep_every=3)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003", "step-00000006", "step-00000007"]
+
+
 @pytest.mark.parametrize("failing", ["rename", "fsync", "symlink", "replace"])
 def test_a_failed_save_leaves_the_old_ones(tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk at any step of a save is an error that keeps the earlier checkpoint usable and leaves no rubbish."""
