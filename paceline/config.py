@@ -7,28 +7,31 @@ Every field has its unit, effect and source here and nowhere else. ``auto`` valu
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.errors import ConfigError
 
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Run(_Section):
-    dir: str = "runs/drafter"
+    dir: UserPath = "runs/drafter"
     """Run folder: config, metrics, checkpoints. `train` on an existing one resumes it."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Keys every random choice together with the batch number; nothing else is random."""
     deterministic: bool = False
     """Bit-reproducible kernels and one compute thread a role; slower on a GPU."""
@@ -42,7 +45,7 @@ class Run(_Section):
 
 
 class Target(_Section):
-    path: str
+    path: UserPath
     """Folder of a Transformers decoder-only model, or a hub id."""
     revision: str | None = None
     """Hub revision; None: the default branch."""
@@ -59,8 +62,10 @@ class Target(_Section):
 
 
 class Draft(_Section):
-    kind: Literal["dflash"] = "dflash"
-    """Drafter class."""
+    kind: str = "dflash"
+    """Drafter class; `dflash` so far."""
+    options: dict[str, Any] = {}
+    """Settings that only this kind has; `dflash` has none."""
     num_layers: int = Field(default=5, ge=1)
     """Decoder layers of the drafter. Source: DFlash, section 5."""
     block_size: int = Field(default=16, ge=2)
@@ -73,13 +78,13 @@ class Draft(_Section):
     """Attention inside a block. auto: bidirectional. Always written on export."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Context window of sliding layers in tokens: visible iff query - key < window."""
-    num_attention_heads: Auto | int = "auto"
+    num_attention_heads: Auto | Count = "auto"
     """Query heads. auto: the target's, or heads of 128 where the target's heads are wider."""
-    num_key_value_heads: Auto | int = "auto"
+    num_key_value_heads: Auto | Count = "auto"
     """Key/value heads; divides `num_attention_heads`. auto: as above."""
-    head_dim: Auto | int = "auto"
+    head_dim: Auto | Count = "auto"
     """Size of a head. auto: the target's, at most 128, the width that every engine's kernels accept."""
-    intermediate_size: Auto | int = "auto"
+    intermediate_size: Auto | Count = "auto"
     """Width of the MLP. auto: the target's."""
     vocab: Literal["full"] = "full"
     """Tokens that the drafter can draft: all of the target's."""
@@ -88,7 +93,7 @@ class Draft(_Section):
 
 
 class Data(_Section):
-    path: str
+    path: UserPath
     """Folder written by `paceline prepare`."""
     epochs: int = Field(default=6, ge=1)
     """Passes over the training rows. Source: DFlash, section 5 (six)."""
@@ -112,8 +117,8 @@ class Loss(_Section):
     @field_validator("gamma")
     @classmethod
     def _positive(cls, value: str | float) -> str | float:
-        if not isinstance(value, str) and not value > 0:  # not a number is no length either
-            raise ValueError("gamma must be above 0")
+        if not isinstance(value, str) and not value >= 0.01:  # below, the second slot's weight vanishes in float32
+            raise ValueError("gamma must be 0.01 or more")
         return value
 
 
@@ -123,8 +128,8 @@ class Optim(_Section):
     warmup_ratio: float = Field(default=0.04, ge=0.0, lt=1.0)
     """Share of the steps over which the rate rises linearly. Source: DFlash, A.1."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Rate at the last step as a share of `lr`; the cosine ends there."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    """Rate as a share of `lr` at which the cosine ends, one step after the last."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's averaging constants; the paper gives none."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """AdamW's decoupled decay, on matrices only."""
@@ -145,7 +150,7 @@ class Topology(_Section):
     """N: target roles."""
     drafters: int = Field(default=1, ge=1, le=1)
     """M: drafter roles; one on the local executor."""
-    threads: Auto | Count = "auto"
+    threads: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Compute threads of each role on the CPU. auto: 1, or every core when target and drafter take turns."""
 
 
@@ -224,8 +229,8 @@ FREE_TO_CHANGE = (
     "target.path",
     "data.path",
 )
-"""Keys that a resumed run may change: they do not change which numbers are computed. The contents behind
-`target.path` and `data.path` are compared by fingerprint instead."""
+"""Keys that a resumed run may change. They leave order, batches and schedule alone; `run.device` and `topology.threads`
+change how sums are rounded. The contents behind `target.path` and `data.path` are compared by fingerprint instead."""
 
 
 def default_gamma(block_size: int) -> float:
@@ -309,7 +314,7 @@ def _explain(problem: Any) -> str:
         known = valid_keys() if len(location) > 1 else list(RunConfig.model_fields)
         leaf = location[-1]
         near = [name for name in valid_keys() if name.split(".")[-1] == leaf][:1]  # in the wrong section
-        near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.65)
         return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] == "missing":
         return f"{key} is missing: it has no default"

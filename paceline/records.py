@@ -9,7 +9,7 @@ Shape letters: S tokens in a packed row, L tapped layers, D hidden size, A ancho
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -112,7 +112,8 @@ class FeatureBatch:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors that the channel holds for this batch."""
-        tensors = [self.context_feature, self.tokens.input_ids, self.tokens.loss_mask]
+        tokens = self.tokens
+        tensors = [self.context_feature, tokens.input_ids, tokens.loss_mask, tokens.document_ids, tokens.position_ids]
         tensors += [] if self.last_hidden is None else [self.last_hidden]
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -124,10 +125,13 @@ class StepSums:
     Attributes:
         loss: Sum of weight * negative log-likelihood over scored slots.
         weight: Sum of the weights; the loss of a step is ``loss / weight`` over all its micro-batches and ranks.
-        committed: Sum over real blocks of the tokens one target forward would commit (1 + leading hits).
+        committed: Sum over real blocks of the tokens one target forward would commit: leading hits and one more, within
+            the answer. Anchors are drawn uniformly, so ``committed / blocks`` estimates the acceptance length of a
+            decode loop, which visits other positions.
         blocks: Real blocks (anchors kept).
         tokens: Tokens of documents (padding excluded).
         batches: Micro-batches summed.
+        put_wait_s, get_wait_s: Seconds blocked at the queue: targets (summed over them) and the drafter.
     """
 
     loss: float = 0.0
@@ -136,8 +140,8 @@ class StepSums:
     blocks: int = 0
     tokens: int = 0
     batches: int = 0
-    put_wait_s: float = field(default=0.0)
-    get_wait_s: float = field(default=0.0)
+    put_wait_s: float = 0.0
+    get_wait_s: float = 0.0
 
     def __iadd__(self, other: StepSums) -> StepSums:
         for name in self.__dataclass_fields__:

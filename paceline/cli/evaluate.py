@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ModelError
+from paceline.files import write_atomically
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from paceline.eval.evaluate import Evaluation, PromptResult
@@ -47,17 +48,24 @@ def eval(
     import torch
     from rich.console import Console
 
-    from paceline.eval.decode import CachedTarget
+    from paceline.eval.decode import CachedTarget, check_fit
     from paceline.eval.evaluate import encode_prompts, evaluate, read_prompts
-    from paceline.models.target import load_tokenizer
+    from paceline.models.target import load_tokenizer, read_shape
+    from paceline.plan.resolve import resolve_device
 
+    if json_file not in (None, "-"):
+        _check_writable(Path(json_file))
     console = Console(stderr=json_file == "-", soft_wrap=True, highlight=False)
     messages = read_prompts(prompts, limit)
     drafter = load_any_drafter(draft)
-    where = _device(device)
+    where = resolve_device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     encoded = encode_prompts(messages, tokenizer, None if thinking is None else thinking == "on")
+    shape = read_shape(target, trust_remote_code=trust_remote_code)
+    check_fit(drafter, shape, drafter.shape.target_layer_ids)
+    if (largest := max(map(max, encoded), default=0)) >= shape.vocab_size:
+        raise ModelError(f"{target}: its tokenizer gives token {largest}, its embedding has {shape.vocab_size} rows")
     cached_target = CachedTarget.load(
         target, drafter.shape.target_layer_ids, dtype=dtype, device=where, trust_remote_code=trust_remote_code
     )
@@ -75,7 +83,7 @@ def eval(
     if json_file == "-":
         typer.echo(json.dumps(record, indent=1))
     elif json_file is not None:
-        _write(Path(json_file), json.dumps(record, indent=1) + "\n")
+        write_atomically(Path(json_file), json.dumps(record, indent=1) + "\n")
 
 
 def export(
@@ -89,28 +97,22 @@ def export(
     dtype: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="Type of the weights in the file.")
     ] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Write a trained drafter as a folder that inference engines load."""
     import torch
 
-    from paceline.export.zlab import export_zlab
+    from paceline.export.zlab import export_zlab, serving_commands
 
     del layout  # the only one so far
     drafter = load_any_drafter(source)
     folder = export_zlab(drafter, out, getattr(torch, dtype))
-    typer.echo(f"{folder}: {sum(p.numel() for p in drafter.parameters()):,} parameters in {dtype}")
-    typer.echo("\n".join(serving_commands(folder, drafter.shape.block_size)))
-
-
-def serving_commands(folder: Path, block_size: int) -> list[str]:
-    """How each engine takes the folder: vLLM counts drafted tokens, SGLang the anchor as well."""
-    vllm = json.dumps({"method": "dflash", "model": str(folder), "num_speculative_tokens": block_size - 1})
-    return [
-        f"next: paceline eval --target TARGET --draft {folder} --prompts FILE",
-        f"vLLM: vllm serve TARGET --speculative-config '{vllm}'",
-        f"SGLang: python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {folder} --speculative-num-draft-tokens {block_size}",
-    ]
+    num_parameters, commands = sum(p.numel() for p in drafter.parameters()), serving_commands(folder, drafter)
+    if as_json:
+        typer.echo(json.dumps({"out": str(folder), "parameters": num_parameters, "dtype": dtype, "next": commands}))
+        return
+    typer.echo(f"{folder}: {num_parameters:,} parameters in {dtype}")
+    typer.echo("\n".join(commands))
 
 
 def load_any_drafter(path: Path) -> DFlashDrafter:
@@ -159,22 +161,7 @@ def _print_prompt(console: Console, result: PromptResult, so_far: Evaluation, nu
     )
 
 
-def _device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name} is no device: write auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch sees no GPU here; write cpu, or run `paceline doctor`")
-    return device
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+def _check_writable(path: Path) -> None:
+    """Before the work rather than after it. Raises: ConfigError."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written: a file in an existing folder was wanted")

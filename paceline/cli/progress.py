@@ -35,8 +35,12 @@ class TrainProgress:
 
     def phase(self, text: str) -> None:
         """Say what is being done."""
-        if not self._quiet:
+        if self._quiet:
+            return
+        try:
             self._console.print(text, markup=False, soft_wrap=True)
+        except (OSError, SystemExit):  # nobody reads any more (rich exits then); the run matters more
+            self._quiet = True
 
     def start(self, config: RunConfig, resolved: ResolvedRun, step: int, packing_note: str) -> None:
         """The run is about to train its first step."""

@@ -19,7 +19,8 @@ from paceline import __version__
 from paceline.cli.progress import TrainProgress
 from paceline.config import RunConfig, changed_keys, dump_config, flatten, is_free_to_change, load_config, parse_config
 from paceline.control.run_folder import RunFolder
-from paceline.errors import CheckpointError, ConfigError
+from paceline.control.signals import StopRequest
+from paceline.errors import CheckpointError, ConfigError, PacelineError
 
 if TYPE_CHECKING:
     from paceline.models.target import Target
@@ -56,7 +57,9 @@ def resume(
     saved = run.read_config()
     if not any(run.checkpoints.glob("step-*")):
         raise CheckpointError(f"{run_dir} has no checkpoint to resume from; `paceline train` starts it")
-    config = merge_with_saved(saved, load_config(run.config_file, [*(overrides or []), f"run.dir={run_dir}"]))
+    wanted = load_config(run.config_file, overrides or [])
+    wanted = wanted.model_copy(update={"run": wanted.run.model_copy(update={"dir": str(run_dir)})})
+    config = merge_with_saved(saved, wanted)
     _finish(run, run_training(config, TrainProgress(quiet=as_json)), as_json)
 
 
@@ -97,9 +100,13 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
 
     Raises: PacelineError of any kind; the run folder then holds the last complete step.
     """
+    with StopRequest() as stop:  # first of all: importing torch takes seconds, in which Ctrl-C has to count as well
+        return _train(config, progress, stop)
+
+
+def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> TrainReport:
     import torch
 
-    from paceline.control.signals import StopRequest
     from paceline.data.dataset import Dataset
     from paceline.eval.validation import Validation
     from paceline.models.draft import drafter_class
@@ -110,11 +117,15 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
 
     run = RunFolder(config.run.dir)
     deadline = time.monotonic() + 3600 * (config.run.max_hours or float("inf"))
-    with StopRequest() as stop, run.lock():
-        progress.phase("loading the target and the data")
-        dataset = Dataset.open(config.data.path)
-        resolved, _ = resolve_config(config)
-        config = resolved.config
+
+    def should_stop() -> str | None:
+        return stop.reason or ("max_hours" if time.monotonic() > deadline else None)
+
+    progress.phase("loading the target and the data")
+    dataset = Dataset.open(config.data.path)
+    resolved, _ = resolve_config(config)
+    config = resolved.config
+    with run.lock():
         device = torch.device(config.run.device)
         torch.set_num_threads(int(config.topology.threads))
         torch.use_deterministic_algorithms(config.run.deterministic)
@@ -154,7 +165,9 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
             next_batch=0,
             skipped_batches=0,
             total_steps=resolved.total_steps,
+            num_anchors=resolved.num_anchors,
             best_acceptance_length=None,
+            best_step=None,
             target_fingerprint=target.fingerprint(),
             data_fingerprint=dataset.fingerprint,
         )
@@ -176,12 +189,15 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
             trainer,
             state,
             lambda number: target.features(resolved.batches.batch(number), cache),
-            validate=validation.measure if validation else None,
+            validate=(lambda drafter: validation.measure(drafter, should_stop)) if validation else None,
             progress=progress,
-            should_stop=lambda: stop.reason or ("max_hours" if time.monotonic() > deadline else None),
+            should_stop=should_stop,
         )
         try:
             report = loop.run()
+        except PacelineError as error:
+            run.event("failed", step=loop.step, reason=str(error))
+            raise
         finally:
             progress.stop()
         run.event(report.ending, step=report.step)
@@ -240,6 +256,7 @@ def _run_record(resolved: ResolvedRun, target: Target, step: int) -> dict[str, A
         "resumed_from_step": step,
         "roles": {role: {"pid": os.getpid(), "device": config.run.device} for role in (*targets, "drafter-0")},
         "packing": target.packing_note,
+        "data": _data_record(config.data.path),
         "draft": dataclasses.asdict(resolved.draft),
         "versions": {
             "paceline": __version__,
@@ -248,6 +265,12 @@ def _run_record(resolved: ResolvedRun, target: Target, step: int) -> dict[str, A
         },
         "commit": _commit(),
     }
+
+
+def _data_record(path: str) -> dict[str, Any]:
+    """What `prepare` kept and rejected, by reason."""
+    content = json.loads((Path(path) / "prepare.json").read_text(encoding="utf-8"))
+    return {"path": path, "dataset": content["dataset"], "report": content["report"]}
 
 
 def _commit() -> str | None:

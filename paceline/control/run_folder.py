@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig, dump_config, load_config
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.files import write_atomically
 
 
@@ -50,7 +50,10 @@ class RunFolder:
         """The resolved configuration. Raises: CheckpointError if this is no run folder."""
         if not self.exists:
             raise CheckpointError(f"{self.path} is no run folder: it has no config.yaml")
-        return load_config(self.config_file)
+        try:
+            return load_config(self.config_file)
+        except ConfigError as error:
+            raise CheckpointError(f"{self.config_file} is damaged: {error}") from error
 
     def write_config(self, config: RunConfig) -> None:
         """Record the resolved configuration."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 from types import FrameType
 from typing import Any
+
+STDERR = 2
+"""File descriptor: a handler must not run into the buffer that it interrupted."""
 
 
 class StopRequest:
@@ -39,7 +42,13 @@ class StopRequest:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.reason is not None:
-            os.write(sys.stderr.fileno(), f"\n{name} again: ending now, without saving\n".encode())
+            _say(f"\n{name} again: ending now, without saving\n")
             os._exit(128 + number)
         self.reason = name
-        os.write(sys.stderr.fileno(), f"\n{name}: finishing the step and saving; once more ends at once\n".encode())
+        _say(f"\n{name}: saving the last complete step; once more ends at once\n")
+
+
+def _say(text: str) -> None:
+    """Write to stderr, if anybody still reads it: Ctrl-C kills `| tee` as well, and terminals close."""
+    with contextlib.suppress(OSError):
+        os.write(STDERR, text.encode())

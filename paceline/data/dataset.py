@@ -176,6 +176,10 @@ class Dataset:
             for start in range(0, len(ids), SCAN_TOKENS)
         )
 
+    def largest_token(self) -> int:
+        """Largest token id of any row; reads all of them."""
+        return max(int(ids.max()) for ids in self._ids if len(ids))
+
     def _locate(self, index: int) -> tuple[int, int]:
         """Record batch of a row and its place there."""
         if not 0 <= index < len(self):

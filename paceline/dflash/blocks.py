@@ -60,6 +60,18 @@ def block_labels(
     return torch.where(valid, input_ids[positions], 0), valid
 
 
+def tokens_left(loss_mask: Tensor, document_ids: Tensor, anchors: Anchors, at_most: int) -> Tensor:
+    """Supervised tokens that follow each anchor in its document without a gap, counted up to `at_most`.
+
+    Args:
+        loss_mask: bool ``[S]``.
+        document_ids: int ``[S]``.
+    Returns: int64 ``[A]``; 0 in empty slots.
+    """
+    _, valid = block_labels(torch.zeros_like(document_ids), loss_mask, document_ids, anchors, at_most + 1)
+    return torch.cumprod(valid.to(torch.int64), dim=1).sum(dim=1)
+
+
 def decay_weights(num_predicted: int, gamma: float) -> Tensor:
     """Loss weight of each predicted token: an early miss also wastes the tokens after it.
 

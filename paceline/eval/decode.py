@@ -359,8 +359,10 @@ class CachedTarget:
         return self._model(input_ids=ids, use_cache=True, **options).logits[0]
 
     def _capture(self, place: int) -> Any:
+        taps = self._taps  # not self: the model would then refer to its owner in a circle
+
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:  # a hook that returns something replaces output
-            self._taps[place] = (output[0] if isinstance(output, tuple) else output)[0]
+            taps[place] = (output[0] if isinstance(output, tuple) else output)[0]
 
         return hook
 
@@ -436,7 +438,9 @@ class _RollbackCache:
         return mixer
 
     def _save_input(self, layer: int) -> Any:
+        inputs = self._mixer_inputs
+
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._mixer_inputs[layer] = args[0] if args else kwargs["hidden_states"]
+            inputs[layer] = args[0] if args else kwargs["hidden_states"]
 
         return hook

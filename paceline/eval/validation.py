@@ -6,7 +6,7 @@ each anchor that the loop would visit has the context here that it would have th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from paceline.dflash.acceptance import Acceptance, leading_hits, walk
 from paceline.dflash.anchors import eligible_positions, make_anchors
 from paceline.dflash.blocks import block_labels, block_positions, make_noise_blocks
 from paceline.kernels.attention import BlockLayout
-from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, Head
 from paceline.models.draft import ContextKV, DFlashDrafter
 from paceline.models.target import FeatureCache, Target
 
@@ -53,10 +52,17 @@ class Validation:
         self._kept = FeatureCache(KEPT_BYTES)
 
     @torch.no_grad()
-    def measure(self, drafter: DFlashDrafter) -> Acceptance:
-        """Acceptance pooled over every answer of the rows, the first token of an answer given by the prefill."""
+    def measure(self, drafter: DFlashDrafter, should_stop: Callable[[], object] = lambda: False) -> Acceptance | None:
+        """Acceptance pooled over every answer of the rows, the first token of an answer given by the prefill.
+
+        Args:
+            should_stop: Asked before each row; true-like ends the measurement.
+        Returns: None if it was ended.
+        """
         total = Acceptance(drafter.num_predicted)
         for row in self._rows:
+            if should_stop():
+                return None
             input_ids, loss_mask = self._dataset.row(int(row))
             leading = self._leading(drafter, input_ids, loss_mask, self._features(int(row), input_ids))
             for answer in leading.split(_anchors_of_answers(loss_mask)):
@@ -98,18 +104,10 @@ class Validation:
         labels, valid = block_labels(
             input_ids, loss_mask, torch.zeros_like(input_ids), anchors, shape.block_size, drafter.label_shift
         )
-        hits = torch.zeros_like(valid)
-        hits[valid] = _argmax(hidden[valid.to(device)].to(self._dtype), self._head).cpu() == labels[valid]
-        return leading_hits(hits)
+        return leading_hits(drafter.hits(hidden, self._head, labels, valid, noise_ids[:, 0]))
 
 
 def _anchors_of_answers(loss_mask: Tensor) -> list[int]:
     """For every answer (run of supervised tokens) the positions a block may start from: all but its last."""
     edges = torch.diff(loss_mask.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int()).nonzero().flatten()
     return (edges[1::2] - edges[::2] - 1).tolist()
-
-
-def _argmax(hidden: Tensor, head: Head) -> Tensor:
-    """The head's choice for rows ``[R, D]``, int64 ``[R]``; full logits exist for one chunk of rows at a time."""
-    rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
-    return torch.cat([head.logits(chunk).argmax(-1) for chunk in hidden.split(rows)])

@@ -71,7 +71,7 @@ def export_zlab(drafter: DFlashDrafter, out_dir: Path | str, dtype: torch.dtype 
     Raises: ModelError if the folder holds something else, cannot be written, or the drafter has what engines would
         misread.
     """
-    folder = Path(out_dir).expanduser().absolute()
+    folder = Path(out_dir).expanduser().resolve()
     _check_place(folder)
     config = _config_of(drafter.shape, dtype)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
@@ -83,6 +83,17 @@ def export_zlab(drafter: DFlashDrafter, out_dir: Path | str, dtype: torch.dtype 
     except (OSError, SafetensorError) as error:
         raise ModelError(f"export to {folder} could not be written: {error}") from error
     return folder
+
+
+def serving_commands(folder: Path, drafter: DFlashDrafter) -> list[str]:
+    """How each engine takes the folder: vLLM counts drafted tokens, SGLang the anchor as well."""
+    vllm = json.dumps({"method": "dflash", "model": str(folder), "num_speculative_tokens": drafter.num_predicted})
+    return [
+        f"next: paceline eval --target TARGET --draft {folder} --prompts FILE",
+        f"vLLM: vllm serve TARGET --speculative-config '{vllm}'",
+        f"SGLang: python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {folder} --speculative-num-draft-tokens {drafter.num_predicted + 1}",
+    ]
 
 
 def load_zlab(folder: Path | str) -> DFlashDrafter:

@@ -7,7 +7,7 @@ reference. Shape letters: A anchor slots, K block size, S context tokens, N quer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class BlockLayout:
         context_len: S.
         groups: For every document with blocks: (first context token, end of the context that its last block sees,
             first slot, end of its slots).
+        masks: What the slots of each group see, bool ``[n, K, C + K]``, by visibility and device: layers share them.
     """
 
     anchors: Anchors
@@ -48,6 +49,26 @@ class BlockLayout:
     block_size: int
     context_len: int
     groups: tuple[tuple[int, int, int, int], ...]
+    masks: dict[tuple[Visibility, torch.device], list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
+
+    def group_masks(self, visibility: Visibility, device: torch.device) -> list[Tensor]:
+        """One mask a group, made at the first call and kept."""
+        if (visibility, device) not in self.masks:
+            self.masks[visibility, device] = [self._mask(group, visibility).to(device) for group in self.groups]
+        return self.masks[visibility, device]
+
+    def _mask(self, group: tuple[int, int, int, int], visibility: Visibility) -> Tensor:
+        context_start, context_end, first, last = group
+        slots = torch.arange(self.block_size)
+        own = block_visible(slots[:, None], slots[None, :], visibility.causal, visibility.window)  # [K, K]
+        context = context_visible(
+            torch.arange(context_start, context_end),
+            torch.tensor(context_start),
+            self.anchors.positions[first:last, None, None],
+            slots[None, :, None],
+            visibility.window,
+        ).expand(-1, self.block_size, -1)  # [n, K, C]
+        return torch.cat([context, own.expand(last - first, -1, -1)], dim=2)
 
     @classmethod
     def of_row(
@@ -91,28 +112,18 @@ def attend_per_document(
         block_key, block_value: ``[A, K, M, H]``.
     Returns: ``[A, K, N, H]``; zeros in empty slots.
     """
-    slots = torch.arange(layout.block_size)
-    own = block_visible(slots[:, None], slots[None, :], visibility.causal, visibility.window)  # [K, K]
-    outputs = []
-    for context_start, context_end, first, last in layout.groups:
-        context = context_visible(
-            torch.arange(context_start, context_end),
-            torch.tensor(context_start),
-            layout.anchors.positions[first:last, None, None],
-            slots[None, :, None],
-            visibility.window,
-        ).expand(-1, layout.block_size, -1)  # [n, K, C]
-        visible = torch.cat([context, own.expand(last - first, -1, -1)], dim=2)
-        outputs.append(
-            _attend_group(
-                query[first:last],
-                context_key[context_start:context_end],
-                context_value[context_start:context_end],
-                block_key[first:last],
-                block_value[first:last],
-                visible.to(query.device, non_blocking=True),
-            )
+    visible = layout.group_masks(visibility, query.device)
+    outputs = [
+        _attend_group(
+            query[first:last],
+            context_key[context_start:context_end],
+            context_value[context_start:context_end],
+            block_key[first:last],
+            block_value[first:last],
+            mask,
         )
+        for (context_start, context_end, first, last), mask in zip(layout.groups, visible, strict=True)
+    ]
     used = layout.groups[-1][3] if layout.groups else 0
     if used < len(query) or not outputs:
         outputs.append(torch.zeros_like(query[used:]))

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from paceline.config import default_gamma
 from paceline.dflash.anchors import Anchors
+from paceline.dflash.blocks import block_labels, decay_weights
+from paceline.errors import ConfigError, ModelError
 from paceline.kernels.attention import BlockLayout, Visibility, attend_per_document
-from paceline.kernels.linear_cross_entropy import Head, weighted_linear_cross_entropy
-from paceline.records import FeatureBatch
+from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, Head, weighted_linear_cross_entropy
+from paceline.records import FeatureBatch, TokenBatch
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, BlockLayout, Visibility], Tensor]
 ContextKV = list[tuple[Tensor, Tensor]]
@@ -41,6 +44,7 @@ class DraftShape:
         rope: Rotary settings, theta included; the target's.
         layer_types: ``full_attention`` or ``sliding_attention``, one a layer.
         is_causal: Attention inside a block.
+        kind, options: Drafter class, and what only this class has.
     """
 
     hidden_size: int
@@ -60,7 +64,8 @@ class DraftShape:
     layer_types: tuple[str, ...]
     is_causal: bool = False
     sliding_window: int | None = None
-    kind: str = field(default="dflash")
+    kind: str = "dflash"
+    options: dict[str, Any] = field(default_factory=dict)
 
     def visibility(self, layer: int) -> Visibility:
         """What the slots of a layer see."""
@@ -170,13 +175,26 @@ class DraftLayer(nn.Module):
 class DFlashDrafter(nn.Module):
     """The DFlash drafter: slot k of a block predicts the token at anchor + k; slot 0 is the anchor.
 
-    Class attributes state what the kind needs, so that the step, the records and the decode loop need not know it.
+    What a kind needs and how it learns, drafts and is measured are its class attributes and methods, so that the step,
+    the records, validation and the decode loop need not know it. Another kind is a subclass that overrides some.
     """
 
     needs_last_hidden: ClassVar[bool] = False
     """Whether the target has to deliver its last hidden state beside the taps."""
     label_shift: ClassVar[int] = 0
     """0: slot k predicts anchor + k; 1: anchor + k + 1."""
+
+    @classmethod
+    def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """`draft.options` with defaults filled in. Raises: ConfigError naming what this kind does not know."""
+        if options:
+            raise ConfigError(f"draft.options={options}: draft.kind=dflash has no options of its own")
+        return {}
+
+    @classmethod
+    def default_gamma(cls, block_size: int) -> float:
+        """Decay length of the loss weights for `loss.gamma: auto`."""
+        return default_gamma(block_size)
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -193,11 +211,12 @@ class DFlashDrafter(nn.Module):
         return self.shape.block_size - 1 + self.label_shift
 
     def initialise(self, seed: int, embed: nn.Module, head: Head) -> None:
-        """Random weights, made on the host so that every device starts alike: N(0, 0.02) matrices, unit norms.
+        """Random weights, N(0, 0.02) matrices drawn on the host, so that every device starts alike, and unit norms.
 
         The final norm starts lower. At first a slot's hidden state is its input embedding, normed, and rows of a tied
         embedding are long and alike: with a unit norm the best logit of a mask slot stands 80 above the mean
         (SmolLM2-135M). It starts where that is ln V, so that no token outweighs all others together.
+        Raises: ModelError if the mask token's embedding is zero.
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -207,6 +226,11 @@ class DFlashDrafter(nn.Module):
                 else:
                     parameter.fill_(1.0)
             mask = torch.tensor([self.shape.mask_token_id], device=self.norm.weight.device)
+            if not embed(mask).any():
+                raise ModelError(
+                    f"the embedding of mask token {self.shape.mask_token_id} is all zeros, so that no slot of a block "
+                    "could tell its place: name another draft.mask_token_id"
+                )
             logits = head.logits(self.norm(embed(mask)).to(head.weight.dtype))
             lead = float(logits.max() - logits.mean())
             self.norm.weight.fill_(min(1.0, math.log(self.shape.vocab_size) / lead))
@@ -242,6 +266,16 @@ class DFlashDrafter(nn.Module):
             x = layer(x, positions, kv, self.rotary, attend, layout, self.shape.visibility(i))
         return self.norm(x[:, 1 - self.label_shift :])
 
+    def labels_and_weights(self, tokens: TokenBatch, anchors: Anchors, gamma: float) -> tuple[Tensor, Tensor]:
+        """What each slot has to predict, and how much it counts; on the host.
+
+        Returns: labels int64 ``[A, J]`` and weights float32 ``[A, J]``, 0 where a slot does not count.
+        """
+        labels, valid = block_labels(
+            tokens.input_ids, tokens.loss_mask, tokens.document_ids, anchors, self.shape.block_size, self.label_shift
+        )
+        return labels, valid * decay_weights(self.num_predicted, gamma)
+
     def loss(
         self, hidden: Tensor, head: Head, labels: Tensor, weights: Tensor, anchors: Anchors, features: FeatureBatch
     ) -> tuple[Tensor, Tensor]:
@@ -268,14 +302,35 @@ class DFlashDrafter(nn.Module):
         hits[rows.to(device)] = hit_rows
         return loss, hits.view(weights.shape)
 
+    def hits(self, hidden: Tensor, head: Head, labels: Tensor, valid: Tensor, anchor_ids: Tensor) -> Tensor:
+        """Which drafted tokens would be the labels, given that those before them were; bool ``[A, J]`` on the host.
+
+        Args:
+            hidden: ``[A, J, D]`` from `forward`.
+            labels: int64 ``[A, J]`` on the host.
+            valid: bool ``[A, J]`` on the host; slots that do not count are no hits.
+            anchor_ids: int64 ``[A]``; tokens in slot 0, for kinds whose draft depends on the token before.
+        """
+        del anchor_ids
+        rows = hidden[valid.to(hidden.device)].to(head.weight.dtype)
+        per_chunk = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
+        best = [head.logits(chunk).argmax(-1).cpu() for chunk in rows.split(per_chunk)]
+        hits = torch.zeros_like(valid)
+        hits[valid] = torch.cat(best) == labels[valid]
+        return hits
+
     def draft(self, hidden: Tensor, head: Head, anchor: int) -> list[int]:
         """Drafted tokens of one block, greedily; ``[1, J, D]`` hidden. `anchor` is the token in slot 0."""
         del anchor  # every slot is drafted independently of the others
         return head.logits(hidden[0].to(head.weight.dtype)).argmax(-1).tolist()
 
 
+KINDS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter}
+"""Drafter classes by `draft.kind`."""
+
+
 def drafter_class(kind: str) -> type[DFlashDrafter]:
-    """The class behind `draft.kind`."""
-    if kind == "dflash":
-        return DFlashDrafter
-    raise ValueError(f"draft.kind={kind!r} is not a drafter kind")
+    """The class behind `draft.kind`. Raises: ConfigError naming the kinds that exist."""
+    if kind not in KINDS:
+        raise ConfigError(f"draft.kind={kind!r} is no drafter kind; there is {', '.join(KINDS)}")
+    return KINDS[kind]

@@ -284,8 +284,10 @@ class Target:
         return joined
 
     def _capture(self, place: int) -> Any:
+        captured = self._captured  # not self: the target would refer to itself in a circle, and outlive its last use
+
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:  # a hook that returns something replaces output
-            self._captured.states[place] = (output[0] if isinstance(output, tuple) else output)[0]
+            captured.states[place] = (output[0] if isinstance(output, tuple) else output)[0]
 
         return hook
 
@@ -419,7 +421,7 @@ def _load_configs(path: str, revision: str | None, trust_remote_code: bool) -> t
             config = transformers.AutoConfig.from_pretrained(
                 path, revision=revision, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # Transformers checks a foreign file with whatever it has
         hint = "" if folder.exists() else " (no such folder here, so it was taken as a hub id)"
         raise ModelError(f"target {path} cannot be read{hint}: {_first_line(error)}") from error
     _warn_if_theta_is_a_default(path, revision, config.get_text_config())

@@ -64,21 +64,22 @@ class OrderedChannel:
             self._num_bytes += num_bytes
             self._changed.notify_all()
 
-    def get(self) -> FeatureBatch:
-        """The next batch in order; blocks until it is ready.
+    def get(self, timeout_s: float | None = None) -> FeatureBatch | None:
+        """The next batch in order; blocks until it is ready, or returns None after `timeout_s` seconds.
 
         Raises: ChannelClosed after the last batch; a producer's failure as soon as it is known, batches that are still
         waiting notwithstanding.
         """
         started = time.perf_counter()
         with self._changed:
-            while self._failure is None and not self._closed and self._next < self._end and not self._is_ready():
-                self._changed.wait()
+            self._changed.wait_for(self._is_decided, timeout_s)
             self._get_wait_s += time.perf_counter() - started
             if self._failure is not None:
                 raise self._failure
             if self._closed or self._next >= self._end:
                 raise ChannelClosed
+            if not self._is_ready():
+                return None
             batch = self._batches.pop(self._next)
             self._next += 1
             self._num_bytes -= batch.num_bytes
@@ -117,6 +118,10 @@ class OrderedChannel:
         if number == self._next:
             return True
         return number < self._next + self._queue_depth and self._num_bytes + num_bytes <= self._max_bytes
+
+    def _is_decided(self) -> bool:
+        """Whether `get` need not wait any longer."""
+        return self._failure is not None or self._closed or self._next >= self._end or self._is_ready()
 
     def _is_ready(self) -> bool:
         wanted = min(self._min_ready, self._end - self._next)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the batches of a run are. At all times ``issued == delivered + in_flight``."""
+    """Where the batches of a start are. At all times ``issued == delivered + in_flight``."""
 
     issued: int
     delivered: int
@@ -26,6 +26,7 @@ class Coordinator:
         self._end = end
         self._leases: dict[int, str] = {}
         self._issued = 0
+        self._delivered = 0
         self._lock = threading.Lock()
 
     def lease(self, role: str) -> int | None:
@@ -44,9 +45,9 @@ class Coordinator:
         with self._lock:
             if self._leases.pop(number, None) is None:
                 raise ValueError(f"batch {number} was delivered without a lease")
+            self._delivered += 1
 
     def ledger(self) -> Ledger:
         """Counts at this moment."""
         with self._lock:
-            in_flight = len(self._leases)
-            return Ledger(issued=self._issued, delivered=self._issued - in_flight, in_flight=in_flight)
+            return Ledger(issued=self._issued, delivered=self._delivered, in_flight=len(self._leases))

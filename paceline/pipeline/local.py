@@ -25,6 +25,12 @@ log = logging.getLogger(__name__)
 MakeFeatures = Callable[[int], FeatureBatch]
 """Features of batch n; called from several threads at once."""
 
+ShouldStop = Callable[[], object]
+"""True-like once a stop has been asked for."""
+
+POLL_S = 0.5
+"""Seconds between looks at `ShouldStop` while the drafter waits for a batch."""
+
 
 class FeatureStream(Protocol):
     """Batches in the order of their numbers, with the state of the queue that they come through."""
@@ -73,9 +79,18 @@ class TargetThreads:
     """N target threads fill an ordered channel; the caller's thread is the drafter."""
 
     def __init__(
-        self, make_features: MakeFeatures, first: int, end: int, channel: OrderedChannel, *, targets: int, threads: int
+        self,
+        make_features: MakeFeatures,
+        first: int,
+        end: int,
+        channel: OrderedChannel,
+        should_stop: ShouldStop,
+        *,
+        targets: int,
+        threads: int,
     ) -> None:
         self._make_features = make_features
+        self._should_stop = should_stop
         self._coordinator = Coordinator(first, end)
         self._channel = channel
         self._threads = [
@@ -88,20 +103,25 @@ class TargetThreads:
         for thread in self._threads:
             thread.start()
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """Release and join the target threads; each finishes the document that it is working on."""
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Release the target threads and join them; one that is in a forward pass is left to end with the process."""
         self._channel.close()
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                log.warning("%s is still in its forward pass after %.0f s", thread.name, timeout_s)
+                log.warning("%s is still in a forward pass; it ends with the process", thread.name)
 
     def __iter__(self) -> Iterator[FeatureBatch]:
         while True:
             try:
-                batch = self._channel.get()
+                batch = self._channel.get(POLL_S)
             except ChannelClosed:
                 return
+            if batch is None:
+                if self._should_stop():
+                    return
+                continue
             self._coordinator.delivered(batch.tokens.number)
             yield batch
 
@@ -115,13 +135,17 @@ class TargetThreads:
         return self._coordinator.ledger()
 
     def _run(self, role: str, threads: int) -> None:
-        torch.set_num_threads(threads)  # a new thread would otherwise take the machine's default
         try:
+            torch.set_num_threads(threads)  # a new thread would otherwise take the machine's default
             while (number := self._coordinator.lease(role)) is not None:
                 self._channel.put(_make(self._make_features, role, number))
         except ChannelClosed:
             return
-        except PipelineError as failure:
+        except PipelineError as error:
+            self._channel.fail(error)
+        except BaseException as error:  # whatever ends this thread, the drafter must not wait for it
+            failure = PipelineError(f"{role} ended: {type(error).__name__}: {error}", role=role, batch=None)
+            failure.__cause__ = error
             self._channel.fail(failure)
 
 
@@ -137,18 +161,19 @@ def open_stream(
     queue_depth: int,
     max_bytes: int,
     min_ready: int,
+    should_stop: ShouldStop = lambda: False,
 ) -> Iterator[FeatureStream]:
     """Features of batches ``[first, end)``, made ahead by target threads (``split``) or on demand (``colocated``).
 
-    The threads are stopped and joined on leaving, whatever the reason.
+    The threads are stopped and joined on leaving, whatever the reason. The iteration ends early when a stop is asked
+    for while it waits.
     Raises: PipelineError from the iteration when a target fails, with the original exception as its cause.
     """
-    torch.set_num_threads(threads)
     if layout == "colocated":
         yield InTurn(make_features, first, end)
         return
     channel = OrderedChannel(first, end, queue_depth=queue_depth, max_bytes=max_bytes, min_ready=min_ready)
-    stream = TargetThreads(make_features, first, end, channel, targets=targets, threads=threads)
+    stream = TargetThreads(make_features, first, end, channel, should_stop, targets=targets, threads=threads)
     stream.start()
     try:
         yield stream

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.config import RunConfig
 from paceline.models.draft import DraftShape, drafter_class
 from paceline.models.target import TargetShape
 from paceline.plan.resolve import ResolvedRun
@@ -23,7 +22,8 @@ class MemoryPlan:
         shared_bytes: Embedding and output head, and the head's copy in the compute type where that differs.
         drafter_bytes: float32 weights, gradients and two moments.
         queue_bytes: Features that may wait, and those that the targets are making.
-        activation_bytes: What the drafter's backward pass keeps of one micro-batch.
+        activation_bytes: What the drafter's backward pass keeps of one micro-batch, as if every document were as long
+            as the longest.
         cache_bytes: Host memory for kept features.
     """
 
@@ -47,16 +47,19 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
     tables = 1 if shape.tie_word_embeddings else 2
     rows = shape.vocab_size * shape.hidden_size
     parameters = count_parameters(draft)
-    batch_bytes = int(config.pipeline.tokens_per_batch) * len(draft.target_layer_ids) * shape.hidden_size * target_size
+    needs_last_hidden = drafter_class(draft.kind).needs_last_hidden
+    states = len(draft.target_layer_ids) + needs_last_hidden
+    batch_bytes = int(config.pipeline.tokens_per_batch) * states * shape.hidden_size * target_size
+    num_layers = shape.num_layers if needs_last_hidden else draft.target_layer_ids[-1] + 1
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(
-        target_bytes=estimate_trunk_parameters(shape, draft.target_layer_ids[-1] + 1) * target_size,
+        target_bytes=estimate_trunk_parameters(shape, num_layers) * target_size,
         shared_bytes=rows * tables * target_size + (rows * draft_size if draft_size != target_size else 0),
         drafter_bytes=parameters * 4 * 4,
         queue_bytes=min(
             held * batch_bytes, int(config.pipeline.queue_gib * GIB) + batch_bytes * config.topology.targets
         ),
-        activation_bytes=_activation_bytes(config, draft, resolved.num_anchors, draft_size),
+        activation_bytes=_activation_bytes(resolved, draft_size),
         cache_bytes=int(config.pipeline.feature_cache_gib * GIB),
     )
 
@@ -76,9 +79,12 @@ def estimate_trunk_parameters(shape: TargetShape, num_layers: int) -> int:
     return num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
 
 
-def _activation_bytes(config: RunConfig, draft: DraftShape, num_anchors: int, size: int) -> int:
-    rows = num_anchors * draft.block_size
+def _activation_bytes(resolved: ResolvedRun, size: int) -> int:
+    config, draft = resolved.config, resolved.draft
+    rows = resolved.num_anchors * draft.block_size
+    # the softmax keeps its float32 output, and the product with the values a copy in the compute type
+    attention = rows * draft.num_attention_heads * (resolved.longest_row + draft.block_size) * (4 + size)
     width = 6 * draft.hidden_size + 4 * draft.intermediate_size
     width += 4 * draft.num_attention_heads * draft.head_dim + 4 * draft.num_key_value_heads * draft.head_dim
     context = int(config.pipeline.tokens_per_batch) * 4 * draft.num_key_value_heads * draft.head_dim
-    return draft.num_hidden_layers * (rows * width + context) * size
+    return draft.num_hidden_layers * ((rows * width + context) * size + attention)

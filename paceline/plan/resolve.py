@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from paceline.config import RunConfig, default_gamma
+from paceline.config import RunConfig
 from paceline.data.dataset import Dataset, tokenizer_fingerprint
 from paceline.data.packing import PackedBatches
 from paceline.errors import ConfigError, DataError
-from paceline.models.draft import DraftShape
+from paceline.models.draft import DraftShape, drafter_class
 from paceline.models.target import TargetShape, check_layer_ids, default_layer_ids
 
 TOKENS_PER_STEP = 98_304
@@ -33,6 +33,7 @@ class ResolvedRun:
         num_anchors: A, anchor slots of a micro-batch.
         batches_per_step: G, micro-batches of an optimizer step.
         total_steps: Optimizer steps of the run, over which the learning-rate schedule spans.
+        longest_row: Tokens of the longest row of the data set.
     """
 
     config: RunConfig
@@ -42,6 +43,7 @@ class ResolvedRun:
     num_anchors: int
     batches_per_step: int
     total_steps: int
+    longest_row: int
 
     @property
     def end_batch(self) -> int:
@@ -56,7 +58,7 @@ def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: 
         tokenizer: The target's own.
     Raises: ConfigError, DataError.
     """
-    _check_data(config, dataset, tokenizer)
+    _check_data(config, shape, dataset, tokenizer)
     device = resolve_device(config.run.device)
     on_gpu = device.type == "cuda"
     draft = _resolve_draft(config, shape, dataset, tokenizer)
@@ -72,10 +74,10 @@ def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: 
             f"pipeline.tokens_per_batch={tokens_per_batch} is shorter than the longest row, {longest} tokens: "
             f"documents stay whole, so use {longest} or more, or prepare the data with a smaller --max-length"
         )
-    if tokens_per_batch < draft.block_size:
+    if draft.block_size > longest:
         raise ConfigError(
-            f"draft.block_size={draft.block_size} is larger than a packed row of "
-            f"pipeline.tokens_per_batch={tokens_per_batch} tokens"
+            f"draft.block_size={draft.block_size} is larger than every row of {config.data.path}: the longest has "
+            f"{longest} tokens"
         )
     batches = PackedBatches(
         dataset, train_rows, tokens_per_batch=tokens_per_batch, epochs=config.data.epochs, seed=config.run.seed
@@ -87,6 +89,7 @@ def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: 
     layout = config.topology.layout
     if layout == "auto":
         layout = "split" if not on_gpu or config.topology.targets > 1 else "colocated"
+    _check_targets(config, shape, layout)
     queue_depth = config.pipeline.queue_depth
     if isinstance(queue_depth, str):
         queue_depth = max(2 * config.topology.drafters + config.topology.targets, config.pipeline.min_ready)
@@ -111,9 +114,7 @@ def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: 
                     "intermediate_size": draft.intermediate_size,
                 }
             ),
-            "loss": config.loss.model_copy(
-                update={"gamma": default_gamma(draft.block_size) if config.loss.gamma == "auto" else config.loss.gamma}
-            ),
+            "loss": config.loss.model_copy(update={"gamma": _resolve_gamma(config, draft)}),
             "optim": config.optim.model_copy(update={"tokens_per_step": batches_per_step * tokens_per_batch}),
             "topology": config.topology.model_copy(
                 update={"layout": layout, "threads": _resolve_threads(config, layout)}
@@ -131,6 +132,7 @@ def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: 
         num_anchors=_num_anchors(config, tokens_per_batch, draft.block_size, on_gpu),
         batches_per_step=batches_per_step,
         total_steps=total_steps,
+        longest_row=longest,
     )
 
 
@@ -196,12 +198,30 @@ def choose_mask_token(wanted: int | str, shape: TargetShape, tokenizer: Any, dat
     return token
 
 
-def _check_data(config: RunConfig, dataset: Dataset, tokenizer: Any) -> None:
+def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:
+    targets = config.topology.targets
+    if targets > 1 and layout == "colocated":
+        raise ConfigError(
+            f"topology.targets={targets} with topology.layout=colocated: in turn there is one target; use layout=split"
+        )
+    if targets > 1 and shape.rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"topology.targets={targets}: Transformers rewrites the {shape.rope['rope_type']} frequencies of "
+            f"{shape.model_type} by the length of each forward, so that threads would disturb each other; use targets=1"
+        )
+
+
+def _check_data(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: Any) -> None:
     longest = int(dataset.lengths.max())
     if longest > config.data.max_length:
         raise DataError(
             f"{config.data.path} has a row of {longest} tokens, above data.max_length={config.data.max_length}: "
             "raise it, or prepare the data again with that --max-length"
+        )
+    if longest > shape.max_position_embeddings:
+        raise DataError(
+            f"{config.data.path} has a row of {longest} tokens, and {config.target.path} has "
+            f"{shape.max_position_embeddings} positions: prepare the data with a smaller --max-length"
         )
     found = tokenizer_fingerprint(tokenizer)
     if found != dataset.info.tokenizer_fingerprint:
@@ -209,6 +229,11 @@ def _check_data(config: RunConfig, dataset: Dataset, tokenizer: Any) -> None:
             f"{config.data.path} was prepared with another tokenizer than that of {config.target.path} "
             f"(tokenizer_fingerprint {dataset.info.tokenizer_fingerprint[:12]}, now {found[:12]}): prepare it again "
             "with --tokenizer of the target"
+        )
+    if (largest := dataset.largest_token()) >= shape.vocab_size:
+        raise DataError(
+            f"{config.data.path} holds token {largest}, and the embedding of {config.target.path} has "
+            f"{shape.vocab_size} rows: its tokenizer and its weights do not fit together, or the data set is damaged"
         )
 
 
@@ -225,6 +250,7 @@ def _resolve_draft(config: RunConfig, shape: TargetShape, dataset: Dataset, toke
     rope = {key: value for key, value in rope.items() if not key.startswith("mrope")}  # text positions are plain ones
     return DraftShape(
         kind=draft.kind,
+        options=drafter_class(draft.kind).check_options(draft.options),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size if draft.intermediate_size == "auto" else draft.intermediate_size,
         num_hidden_layers=draft.num_layers,
@@ -296,6 +322,11 @@ def _resolve_threads(config: RunConfig, layout: str) -> int:
     if config.topology.threads != "auto":
         return config.topology.threads
     return torch.get_num_threads() if layout == "colocated" else 1
+
+
+def _resolve_gamma(config: RunConfig, draft: DraftShape) -> float:
+    gamma = config.loss.gamma
+    return drafter_class(draft.kind).default_gamma(draft.block_size) if isinstance(gamma, str) else gamma
 
 
 def _resolve_dtype(name: str, on_gpu: bool) -> str:

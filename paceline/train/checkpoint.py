@@ -42,7 +42,8 @@ class TrainState:
         next_batch: Number of the first micro-batch that has not been used.
         skipped_batches: Micro-batches of steps in which nothing was to be learnt.
         total_steps: Steps that the schedule spans.
-        best_acceptance_length: Best so far on the held-out rows; None before the first measurement.
+        num_anchors: Anchor slots of a micro-batch.
+        best_acceptance_length, best_step: Best so far on the held-out rows; None before the first measurement.
         target_fingerprint, data_fingerprint: Of what the run is trained with.
     """
 
@@ -50,7 +51,9 @@ class TrainState:
     next_batch: int
     skipped_batches: int
     total_steps: int
+    num_anchors: int
     best_acceptance_length: float | None
+    best_step: int | None
     target_fingerprint: str
     data_fingerprint: str
 
@@ -68,7 +71,7 @@ def save(
 
     Raises: CheckpointError if it cannot be written; earlier ones are untouched then.
     """
-    place = folder / f"step-{state.step:08d}"
+    place = place_of(folder, state.step)
     try:
         with staged_folder(place) as partial:
             safetensors.torch.save_file(_on_host(drafter.state_dict()), partial / WEIGHTS)
@@ -84,6 +87,11 @@ def save(
         ) from error
     _retain(folder, keep_last, keep_every)
     return place
+
+
+def place_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step-{step:08d}"
 
 
 def point(folder: Path, name: str, place: Path) -> None:
@@ -129,21 +137,28 @@ def load_state(place: Path) -> TrainState:
     content = _read_json(place / STATE)
     if content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{place / STATE} has another format than {FORMAT}: it was written by another version")
-    return TrainState(**content)
+    try:
+        return TrainState(**content)
+    except TypeError as error:
+        raise CheckpointError(f"{place / STATE} was written by another version: {error}") from error
 
 
 def load_weights(place: Path, drafter: DFlashDrafter) -> None:
     """Copy the checkpoint's weights into a drafter of the same shape. Raises: CheckpointError."""
-    drafter.load_state_dict(_read_tensors(place / WEIGHTS), strict=True)
+    try:
+        drafter.load_state_dict(_read_tensors(place / WEIGHTS), strict=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{place / WEIGHTS} holds a drafter of another shape: {error}") from error
 
 
 def load_optimizer(place: Path, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer) -> None:
     """Restore AdamW's moments and step counters. Raises: CheckpointError."""
     tensors = _read_tensors(place / OPTIMIZER)
     for name, parameter in drafter.named_parameters():
-        optimizer.state[parameter] = {
-            key: tensors[f"{key}.{name}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
-        }
+        keys = {key: f"{key}.{name}" for key in ("step", "exp_avg", "exp_avg_sq")}
+        if missing := [tensor for tensor in keys.values() if tensor not in tensors]:
+            raise CheckpointError(f"{place / OPTIMIZER} was written by another version: it has no {missing[0]}")
+        optimizer.state[parameter] = {key: tensors[tensor].to(parameter.device) for key, tensor in keys.items()}
 
 
 def load_drafter(path: Path | str) -> DFlashDrafter:
@@ -153,10 +168,15 @@ def load_drafter(path: Path | str) -> DFlashDrafter:
     """
     place = find(Path(path))
     verify(place)
-    shape = _read_json(place / SHAPE)
-    for key in ("target_layer_ids", "layer_types"):
-        shape[key] = tuple(shape[key])
-    drafter = drafter_class(shape["kind"])(DraftShape(**shape))
+    content = _read_json(place / SHAPE)
+    try:
+        shape = DraftShape(
+            **content
+            | {"target_layer_ids": tuple(content["target_layer_ids"]), "layer_types": tuple(content["layer_types"])}
+        )
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{place / SHAPE} was written by another version: {error}") from error
+    drafter = drafter_class(shape.kind)(shape)
     load_weights(place, drafter)
     return drafter
 
@@ -167,7 +187,13 @@ def find(path: Path) -> Path:
         return path.resolve()
     for folder in (path / "checkpoints", path):
         if (folder / "best").exists():
-            return (folder / "best").resolve()
+            best = (folder / "best").resolve()
+            try:
+                verify(best)
+            except CheckpointError as error:
+                log.warning("passing over a damaged checkpoint: %s", error)
+            else:
+                return best
         if (place := newest(folder)) is not None:
             return place
     raise CheckpointError(f"{path} holds no complete checkpoint: a run folder or a step-* folder was wanted")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +25,8 @@ from paceline.train.step import TrainStep
 
 log = logging.getLogger(__name__)
 
-Validate = Callable[[DFlashDrafter], Acceptance]
-"""Acceptance on the held-out rows, teacher-forced."""
+Validate = Callable[[DFlashDrafter], Acceptance | None]
+"""Acceptance on the held-out rows, teacher-forced; None if a stop was asked for meanwhile."""
 
 
 class Progress(Protocol):
@@ -47,6 +48,7 @@ class TrainReport:
         put_wait_s, get_wait_s: Seconds targets were blocked by a full queue (summed) and the drafter by an empty one.
         skipped_batches: Micro-batches of steps in which nothing was to be learnt.
         best_acceptance_length: Best on the held-out rows; None without any.
+        issued, delivered: Micro-batches handed to the targets by this process, and taken by the drafter.
     """
 
     ending: str
@@ -58,12 +60,15 @@ class TrainReport:
     get_wait_s: float
     skipped_batches: int
     best_acceptance_length: float | None
+    issued: int
+    delivered: int
 
 
 def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState) -> TrainState:
     """Load the newest complete checkpoint of the run into the trainer, or start fresh if it has none.
 
-    Raises: CheckpointError if the run was trained with another target or other data, or if all checkpoints are damaged.
+    Raises: CheckpointError if the run was trained with another target, other data or other batches, or if all
+        checkpoints are damaged.
     """
     place = checkpoint.newest(run.checkpoints)
     if place is None:
@@ -79,9 +84,20 @@ def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState) -> TrainState
             raise CheckpointError(
                 f"{place} was trained with other contents of {key}: {name} {trained[:12]}, now {now[:12]}"
             )
+    for name in ("total_steps", "num_anchors"):
+        trained, now = getattr(state, name), getattr(fresh, name)
+        if trained != now:
+            raise CheckpointError(
+                f"{place} was trained with {name}={trained}, now it would be {now}: the run went on elsewhere, or with "
+                "another version"
+            )
     checkpoint.load_weights(place, trainer.drafter)
     if state.step:
         checkpoint.load_optimizer(place, trainer.drafter, trainer.optimizer)
+    if state.best_step is not None:  # the process may have died between saving it and pointing to it
+        best = checkpoint.place_of(run.checkpoints, state.best_step)
+        if best.is_dir():
+            checkpoint.point(run.checkpoints, "best", best)
     return state
 
 
@@ -120,8 +136,10 @@ class TrainLoop:
         self.next_batch = state.next_batch
         self.skipped_batches = state.skipped_batches
         self.best = state.best_acceptance_length
-        self._fresh = state
+        self.best_step = state.best_step
+        self._start = state
         self._saved_step = state.step if state.step else -1
+        self._weights_are_whole = True
         self._totals = StepSums()
 
     def run(self) -> TrainReport:
@@ -132,7 +150,6 @@ class TrainLoop:
         """
         started = time.perf_counter()
         metrics = MetricsLog(self.run_folder.metrics_file, self.step)
-        ending = "finished"
         pipeline, topology = self.config.pipeline, self.config.topology
         try:
             with open_stream(
@@ -145,15 +162,12 @@ class TrainLoop:
                 queue_depth=int(pipeline.queue_depth),
                 max_bytes=int(pipeline.queue_gib * 2**30),
                 min_ready=pipeline.min_ready,
+                should_stop=self.should_stop,
             ) as stream:
-                ending = self._consume(stream, metrics)
-        except PipelineError:
-            self._save_after_failure()
-            raise
+                ending = self._train_and_save(stream, metrics)
+                ledger = stream.ledger()
         finally:
             metrics.close()
-        if self._saved_step != self.step:
-            self._save()
         return TrainReport(
             ending=ending,
             step=self.step,
@@ -164,7 +178,20 @@ class TrainLoop:
             get_wait_s=self._totals.get_wait_s,
             skipped_batches=self.skipped_batches,
             best_acceptance_length=self.best,
+            issued=ledger.issued,
+            delivered=ledger.delivered,
         )
+
+    def _train_and_save(self, stream: FeatureStream, metrics: MetricsLog) -> str:
+        """Save before the targets are joined: one of them may be in a long forward pass."""
+        try:
+            ending = self._consume(stream, metrics)
+        except PipelineError:
+            self._save_after_failure()
+            raise
+        if self._saved_step != self.step:
+            self._save()
+        return ending
 
     def _consume(self, stream: FeatureStream, metrics: MetricsLog) -> str:
         sums, began = StepSums(), time.perf_counter()
@@ -175,46 +202,64 @@ class TrainLoop:
             number = features.tokens.number
             if sums.batches < self.resolved.batches_per_step and number + 1 < self.resolved.end_batch:
                 continue
-            self.next_batch = number + 1
             sums.put_wait_s, sums.get_wait_s = stream.take_waits()
             self._totals += sums
             if sums.weight == 0:  # no step number is used up
+                self.next_batch = number + 1
                 self.skipped_batches += sums.batches
                 log.warning("batches up to %d hold nothing to learn; no step is made of them", number)
             else:
-                self._finish_step(sums, stream.num_ready(), began, metrics)
+                with self._failing_as_drafter(number):
+                    self._finish_step(sums, number, stream.num_ready(), began, metrics)
             sums, began = StepSums(), time.perf_counter()
             if self.step >= self.resolved.total_steps:
                 break
-        return "finished"
+        is_over = self.step >= self.resolved.total_steps or self.next_batch >= self.resolved.end_batch
+        return "finished" if is_over else self.should_stop() or "finished"
 
-    def _accumulate(self, features: FeatureBatch) -> StepSums:
-        number = features.tokens.number
+    @contextlib.contextmanager
+    def _failing_as_drafter(self, number: int) -> Iterator[None]:
+        """Whatever fails in here ends the run under the role's name and batch."""
         try:
-            sums = self.trainer.accumulate(features)
-        except Exception as error:  # whatever it is, it ends the run under the role's name and batch
+            yield
+        except PacelineError:
+            raise
+        except Exception as error:
             raise PipelineError(
                 f"drafter-0 failed on batch {number}: {type(error).__name__}: {error}", role="drafter-0", batch=number
             ) from error
+
+    def _accumulate(self, features: FeatureBatch) -> StepSums:
+        number = features.tokens.number
+        with self._failing_as_drafter(number):
+            sums = self.trainer.accumulate(features)
         if not math.isfinite(sums.loss):
+            self._weights_are_whole = False  # finite perhaps, but of no use
             raise PipelineError(
                 f"drafter-0: the loss of batch {number} is {sums.loss}; data set rows {list(features.tokens.rows)}. "
-                "Lower optim.lr, or look at the rows with `paceline inspect`",
+                "Lower optim.lr in a new run.dir, or look at the rows with `paceline inspect`",
                 role="drafter-0",
                 batch=number,
             )
         return sums
 
-    def _finish_step(self, sums: StepSums, queue: int, began: float, metrics: MetricsLog) -> None:
-        lr, grad_norm = self.trainer.update(self.step, sums.weight)
+    def _finish_step(self, sums: StepSums, number: int, queue: int, began: float, metrics: MetricsLog) -> None:
+        self._weights_are_whole = False
+        try:
+            lr, grad_norm = self.trainer.update(self.step, sums.weight)
+        except FloatingPointError:
+            self._weights_are_whole = True  # nothing was updated
+            raise
         self.step += 1
+        self.next_batch = number + 1
+        self._weights_are_whole = True
         line = {
             "step": self.step,
-            "batch": self.next_batch - 1,
+            "batch": number,
             "loss": sums.loss / sums.weight,
             "acceptance_length_est": sums.committed / sums.blocks,
             "lr": lr,
-            "grad_norm": float(grad_norm),
+            "grad_norm": grad_norm,
             "tokens": sums.tokens,
             "tok_per_s": sums.tokens / (time.perf_counter() - began),
             "queue": queue,
@@ -224,10 +269,12 @@ class TrainLoop:
         is_last = self.step >= self.resolved.total_steps
         improved = False
         if self.validate is not None and (is_last or self.step % self.config.eval.validate_every == 0):
-            line["validation_acceptance_length"] = self.validate(self.trainer.drafter).length
-            improved = self.best is None or line["validation_acceptance_length"] > self.best
+            acceptance = self.validate(self.trainer.drafter)
+            if acceptance is not None:
+                line["validation_acceptance_length"] = acceptance.length
+                improved = self.best is None or acceptance.length > self.best
             if improved:
-                self.best = line["validation_acceptance_length"]
+                self.best, self.best_step = line["validation_acceptance_length"], self.step
         metrics.write(line)
         if improved or is_last or self.step % self.config.checkpoint.every_steps == 0:
             place = self._save()
@@ -241,9 +288,11 @@ class TrainLoop:
             next_batch=self.next_batch,
             skipped_batches=self.skipped_batches,
             total_steps=self.resolved.total_steps,
+            num_anchors=self._start.num_anchors,
             best_acceptance_length=self.best,
-            target_fingerprint=self._fresh.target_fingerprint,
-            data_fingerprint=self._fresh.data_fingerprint,
+            best_step=self.best_step,
+            target_fingerprint=self._start.target_fingerprint,
+            data_fingerprint=self._start.data_fingerprint,
         )
         place = checkpoint.save(
             self.run_folder.checkpoints,
@@ -259,9 +308,9 @@ class TrainLoop:
 
     def _save_after_failure(self) -> None:
         """The weights are those of the last complete step: worth keeping, unless that fails as well."""
-        if self._saved_step == self.step or self.step == 0:
+        if self._saved_step == self.step or self.step == 0 or not self._weights_are_whole:
             return
         try:
             self._save()
-        except PacelineError as error:
+        except (PacelineError, OSError) as error:  # the failure that ends the run is the one to report
             log.error("%s", error)

@@ -6,13 +6,15 @@ the weights: a mean of means would favour micro-batches with little to predict.
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.config import Optim
 from paceline.dflash.acceptance import leading_hits
 from paceline.dflash.anchors import batch_generator, sample_anchors
-from paceline.dflash.blocks import block_labels, block_positions, decay_weights, make_noise_blocks
+from paceline.dflash.blocks import block_positions, make_noise_blocks, tokens_left
 from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.models.draft import DFlashDrafter
@@ -52,7 +54,7 @@ class TrainStep:
         self.head = head
         self.optim = optim
         self.num_anchors = num_anchors
-        self.slot_weights = decay_weights(drafter.num_predicted, gamma)
+        self.gamma = gamma
         self.seed = seed
         self.total_steps = total_steps
         self.dtype = dtype
@@ -66,10 +68,8 @@ class TrainStep:
         tokens, shape, device = features.tokens, self.drafter.shape, features.context_feature.device
         generator = batch_generator(self.seed, tokens.number)
         anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, self.num_anchors, generator)
-        labels, valid = block_labels(
-            tokens.input_ids, tokens.loss_mask, tokens.document_ids, anchors, shape.block_size, self.drafter.label_shift
-        )  # [A, J]
-        weights = valid * self.slot_weights
+        labels, weights = self.drafter.labels_and_weights(tokens, anchors, self.gamma)  # [A, J]
+        left = tokens_left(tokens.loss_mask, tokens.document_ids, anchors, self.drafter.num_predicted + 1)  # [A]
         sums = StepSums(weight=float(weights.sum()), blocks=anchors.num_kept, tokens=tokens.num_tokens, batches=1)
         if sums.weight == 0:  # nothing to learn here
             return sums
@@ -85,13 +85,14 @@ class TrainStep:
             loss, hits = self.drafter.loss(hidden, self.head, labels, weights, anchors, features)
         loss.backward()
         sums.loss = float(loss.detach())
-        sums.committed = int((leading_hits(hits) + 1)[: anchors.num_kept].sum())
+        sums.committed = int(torch.minimum(leading_hits(hits).cpu() + 1, left).sum())
         return sums
 
-    def update(self, step: int, weight: float) -> tuple[float, Tensor]:
+    def update(self, step: int, weight: float) -> tuple[float, float]:
         """Divide the gradients by the step's weight, clip, and update; `step` counts the updates before this one.
 
         Returns: the learning rate, and the gradient norm before clipping.
+        Raises: FloatingPointError if the gradients are not finite; the weights are untouched then.
         """
         lr = learning_rate(step, self.total_steps, self.optim)
         for group in self.optimizer.param_groups:
@@ -100,7 +101,10 @@ class TrainStep:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad /= weight
-        grad_norm = nn.utils.clip_grad_norm_(parameters, self.optim.clip)
+        grad_norm = float(nn.utils.clip_grad_norm_(parameters, self.optim.clip))
+        if not math.isfinite(grad_norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"the gradient norm is {grad_norm}; lower optim.lr in a new run.dir")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return lr, grad_norm

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.cli.train import merge_with_saved
+from paceline.config import dump_config
 from paceline.control.run_folder import RunFolder
 from paceline.errors import CheckpointError, ConfigError, PipelineError
 from paceline.models.target import Target
-from paceline.train.checkpoint import load_drafter
+from paceline.train.checkpoint import load_drafter, point
 from tests.toy import Toy, build_toy, train
 
 STEPS = 12
@@ -238,3 +243,150 @@ def test_a_time_limit_saves_and_ends(toy: Toy, straight: tuple[Path, list[dict]]
     assert (report.ending, report.step, lines) == ("max_hours", 0, [])
     assert train(config)[0].ending == "finished"
     assert_same_bits(straight[0], tmp_path / "run")
+
+
+def test_the_last_step_takes_the_batches_that_remain(toy: Toy, tmp_path: Path) -> None:
+    """With a number of batches that no step size divides, the last step is shorter and none is lost."""
+    report, lines = train(toy.config(tmp_path, "optim.tokens_per_step=640", "topology.targets=2"))
+    number_of_batches = lines[-1]["batch"] + 1
+    assert number_of_batches % 5 != 0 and report.delivered == report.issued == number_of_batches
+    assert report.step == report.total_steps == -(-number_of_batches // 5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_target_thread_outlives_a_run(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """After a run has ended, well or badly, its target threads are gone."""
+    from paceline.train.step import TrainStep
+
+    if fails:
+        monkeypatch.setattr(TrainStep, "update", lambda *_: 1 / 0)
+    try:
+        train(toy.config(tmp_path, "topology.targets=3", "pipeline.queue_depth=1", "run.max_steps=2"))
+    except PipelineError as error:
+        assert "ZeroDivisionError" in str(error)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("target-")] == []
+
+
+def test_a_target_thread_that_exits_ends_the_run(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends a target thread, SystemExit of a library included, is a failure and no hang."""
+
+    def leave(self: Target, tokens, cache=None):
+        raise SystemExit(3)
+
+    monkeypatch.setattr(Target, "features", leave)
+    with pytest.raises(PipelineError, match="target-0 ended: SystemExit: 3"):
+        train(toy.config(tmp_path))
+
+
+def test_a_failing_validation_loses_no_step(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure after the update ends the run under the drafter's name, with the updated step saved."""
+    from paceline.eval.validation import Validation
+
+    monkeypatch.setattr(Validation, "measure", lambda *_: 1 / 0)
+    with pytest.raises(PipelineError, match="drafter-0 failed on batch 11: ZeroDivisionError"):
+        train(toy.config(tmp_path))
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000006"
+
+
+def test_gradients_that_are_not_finite_leave_the_weights_alone(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN gradient behind a finite loss ends the run, and the saved weights are those before it."""
+    from paceline.train.step import TrainStep
+
+    original = TrainStep.accumulate
+
+    def poisoned(self: TrainStep, features):
+        sums = original(self, features)
+        if features.tokens.number == 8:
+            next(self.drafter.parameters()).grad[0, 0] = float("nan")
+        return sums
+
+    monkeypatch.setattr(TrainStep, "accumulate", poisoned)
+    with pytest.raises(PipelineError, match="the gradient norm is nan"):
+        train(toy.config(tmp_path))
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000004"
+    assert all(torch.isfinite(tensor).all() for tensor in tensors(tmp_path).values())
+
+
+def test_a_stop_is_obeyed_while_measuring_and_while_waiting(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal during validation ends it between rows; one while the queue is empty ends the wait."""
+    from paceline.data.dataset import Dataset
+
+    original, asked = Dataset.row, []
+
+    def row(self: Dataset, index: int):
+        if threading.current_thread() is threading.main_thread():  # only validation reads rows there
+            asked.append(index)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Dataset, "row", row)
+        report, lines = train(toy.config(tmp_path / "one", "data.validation=0.3"))
+    assert (report.ending, report.step, len(asked)) == ("SIGTERM", 6, 1)
+    assert "validation_acceptance_length" not in lines[-1]
+
+    features, release = Target.features, threading.Event()
+
+    def stuck(self: Target, tokens, cache=None):
+        if tokens.number == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+            release.wait(20)
+        return features(self, tokens, cache)
+
+    monkeypatch.setattr(Target, "features", stuck)
+    threading.Timer(3.0, release.set).start()
+    started = time.monotonic()
+    report, _ = train(toy.config(tmp_path / "two"))
+    assert report.ending == "SIGINT" and report.step <= 3 and time.monotonic() - started < 15
+
+
+def test_a_lost_best_pointer_comes_back(toy: Toy, straight: tuple[Path, list[dict]], tmp_path: Path) -> None:
+    """A process that died between saving the best checkpoint and pointing to it has lost nothing."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight[0], run_dir, symlinks=True)
+    best = (run_dir / "checkpoints" / "best").resolve()
+    (run_dir / "checkpoints" / "best").unlink()
+    train(toy.config(run_dir, f"run.max_steps={STEPS}"))
+    assert (run_dir / "checkpoints" / "best").resolve() == best
+
+
+def test_a_run_gives_its_best_drafter_and_not_its_newest(straight: tuple, tmp_path: Path) -> None:
+    """`load_drafter` follows best, and takes the newest only when best is damaged."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight[0], run_dir, symlinks=True)
+    steps = sorted((run_dir / "checkpoints").glob("step-*"))
+    point(run_dir / "checkpoints", "best", steps[0])
+    assert torch.equal(load_drafter(run_dir).fc.weight, load_file(steps[0] / "model.safetensors")["fc.weight"])
+    (steps[0] / "manifest.json").unlink()
+    assert torch.equal(load_drafter(run_dir).fc.weight, load_file(steps[-1] / "model.safetensors")["fc.weight"])
+
+
+def test_a_reader_of_the_log_that_leaves_does_not_end_the_run(toy: Toy, tmp_path: Path) -> None:
+    """Ctrl-C that also kills the `tee` behind stderr still saves, and exits 0."""
+    program = (
+        "import os\n"
+        "from paceline.cli.progress import TrainProgress\n"
+        "original = TrainProgress.step\n"
+        "def step(self, line, total):\n"
+        "    original(self, line, total)\n"
+        "    if line['step'] == 3:\n"
+        "        os.close(int(os.environ['READER'])); os.kill(os.getpid(), 2)\n"
+        "TrainProgress.step = step\n"
+        "from paceline.cli.main import main; main()"
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(toy.config(tmp_path / "run", "data.epochs=100", "eval.validate_every=1")))
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", program, "train", str(file)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["", *sys.path]), "READER": str(reader)}
+    process = subprocess.Popen(command, stderr=writer, stdout=subprocess.DEVNULL, pass_fds=[reader], env=environment)
+    os.close(writer)
+    os.close(reader)
+    assert process.wait(timeout=60) == 0
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["ending"] == "SIGINT"

@@ -54,11 +54,11 @@ def test_documents_that_do_not_fit_are_refused() -> None:
 
 
 def test_bytes_of_a_batch() -> None:
-    """Features, ids and loss mask count, and the last hidden state where there is one."""
+    """Features and the row's own tensors count, and the last hidden state where there is one."""
     tokens = TokenBatch.pack(0, [], 10)
     feature = torch.zeros(10, 6, dtype=torch.bfloat16)
-    assert FeatureBatch(tokens, feature).num_bytes == 10 * 6 * 2 + 10 * 8 + 10
-    assert FeatureBatch(tokens, feature, torch.zeros(10, 3)).num_bytes == 10 * 6 * 2 + 10 * 8 + 10 + 10 * 3 * 4
+    assert FeatureBatch(tokens, feature).num_bytes == 10 * 6 * 2 + 10 * (8 + 1 + 4 + 8)
+    assert FeatureBatch(tokens, feature, torch.zeros(10, 3)).num_bytes == 10 * 6 * 2 + 10 * (8 + 1 + 4 + 8) + 10 * 3 * 4
 
 
 def test_step_sums_add_every_field() -> None:

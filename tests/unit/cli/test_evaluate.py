@@ -58,7 +58,7 @@ def test_export_takes_a_run_folder(tmp_path: Path) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     run = tmp_path / "run"
-    save(run / "checkpoints", TrainState(1, 1, 0, 1, None, "t", "d"), drafter, optimizer, keep_last=1)
+    save(run / "checkpoints", TrainState(1, 1, 0, 1, 32, None, None, "t", "d"), drafter, optimizer, keep_last=1)
     result = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out"), "--dtype", "float32"])
     assert result.exit_code == 0, result.output
     for name, weight in load_zlab(tmp_path / "out").state_dict().items():

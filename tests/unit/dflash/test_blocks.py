@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.dflash.anchors import make_anchors
-from paceline.dflash.blocks import block_labels, block_positions, decay_weights, make_noise_blocks
+from paceline.dflash.blocks import block_labels, block_positions, decay_weights, make_noise_blocks, tokens_left
 from tests import oracles
 from tests.unit.dflash.strategies import Blocks, blocks
 
@@ -109,3 +109,20 @@ def test_t03_anchor_near_document_end() -> None:
     torch.testing.assert_close(weights, torch.tensor([whole, cut, whole, cut]), rtol=0, atol=1e-6)
     assert labels.tolist() == [[103, 104, 105], [105, 0, 0], [109, 110, 111], [111, 0, 0]]
     assert block_positions(anchors, positions, 4).tolist() == [[2, 3, 4, 5], [4, 5, 6, 7]] * 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(blocks(), st.integers(1, 12))
+def test_tokens_left_equal_the_oracle(b: Blocks, at_most: int) -> None:
+    """Supervised tokens after the anchor are counted up to the first gap, the document's end or the limit."""
+    mask, docs = b.tokens.loss_mask.tolist(), b.tokens.document_ids.tolist()
+    wanted = []
+    for anchor in b.anchor_list:
+        count = 0
+        while anchor is not None and count < at_most:
+            position = anchor + count + 1
+            if position >= len(mask) or not mask[position] or docs[position] != docs[anchor]:
+                break
+            count += 1
+        wanted.append(count)
+    assert tokens_left(b.tokens.loss_mask, b.tokens.document_ids, b.anchors, at_most).tolist() == wanted

@@ -99,6 +99,6 @@ def test_logits_are_made_in_chunks(
     monkeypatch.setattr(
         linear_cross_entropy.Head, "logits", lambda self, hidden: seen.append(len(hidden)) or original(self, hidden)
     )
-    monkeypatch.setattr("paceline.eval.validation.CHUNK_BYTES", 3 * 4 * 272)
+    monkeypatch.setattr("paceline.models.draft.CHUNK_BYTES", 3 * 4 * 272)
     assert Validation(target, rows, range(4), num_anchors=100).measure(drafter) == whole  # type: ignore[arg-type]
     assert max(seen) == 3

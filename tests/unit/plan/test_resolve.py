@@ -69,7 +69,10 @@ def test_short_runs_take_small_steps(toy: Toy) -> None:
     ("overrides", "error", "message"),
     [
         (["pipeline.tokens_per_batch=16"], ConfigError, r"tokens_per_batch=16 is shorter than the longest row, \d+"),
-        (["draft.block_size=200"], ConfigError, r"draft\.block_size=200 is larger than a packed row .*=128"),
+        (["draft.block_size=120"], ConfigError, r"draft\.block_size=120 is larger than every row of .* has \d+ tokens"),
+        (["topology.layout=colocated", "topology.targets=2"], ConfigError, r"topology\.targets=2 with .*colocated"),
+        (["draft.kind=dflash3"], ConfigError, r"draft\.kind='dflash3' is no drafter kind; there is dflash"),
+        (["draft.options={rank: 3}"], ConfigError, r"draft\.options=\{'rank': 3\}"),
         (["data.max_length=20"], DataError, r"has a row of \d+ tokens, above data\.max_length=20"),
         (["draft.head_dim=7"], ConfigError, r"draft\.head_dim=7 even"),
         (["draft.num_attention_heads=3"], ConfigError, r"num_attention_heads=3 has to be a multiple of .*heads=2"),

@@ -20,7 +20,7 @@ from tests import tiny
 
 
 def state(step: int) -> TrainState:
-    return TrainState(step, 2 * step, 0, 100, None, "target", "data")
+    return TrainState(step, 2 * step, 0, 100, 32, None, None, "target", "data")
 
 
 def trained() -> tuple[DFlashDrafter, torch.optim.AdamW]:

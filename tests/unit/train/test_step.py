@@ -135,4 +135,17 @@ def test_the_estimate_counts_leading_hits(target: Target) -> None:
     tokens.input_ids[:10] = 0
     sums = step.accumulate(target.features(tokens))
     assert sums.blocks == 9  # anchors 0..8
-    assert sums.committed == sum(1 + min(3, 9 - a) for a in range(9))
+    assert sums.committed == sum(min(4, 9 - a) for a in range(9))
+
+
+def test_the_rate_and_the_clip_reach_the_optimizer(target: Target) -> None:
+    """An update uses the schedule's rate for its step, and gradients of at most the clip's norm."""
+    step = make_step(target)
+    step.optim = Optim(lr=1e-2, clip=1e-3, warmup_ratio=0.5)
+    sums = step.accumulate(target.features(tiny.row([20], 32, seed=7)))
+    seen: list[Tensor] = []
+    step.optimizer.step = lambda: seen.extend(gradients(step.drafter))
+    lr, grad_norm = step.update(1, sums.weight)
+    assert lr == pytest.approx(1e-2 * 2 / 5) and {g["lr"] for g in step.optimizer.param_groups} == {lr}
+    assert grad_norm > 1e-3
+    assert float(torch.stack([g.norm() for g in seen]).norm()) == pytest.approx(1e-3, rel=1e-3)
