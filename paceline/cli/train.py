@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.models.target import Target
     from paceline.plan.resolve import ResolvedRun
     from paceline.train.loop import TrainReport
+    from paceline.train.step import TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +108,10 @@ def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
 def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> TrainReport:
     import torch
 
-    from paceline.data.dataset import Dataset
     from paceline.eval.validation import Validation
-    from paceline.models.draft import drafter_class
-    from paceline.models.target import FeatureCache, Target
+    from paceline.models.target import FeatureCache
     from paceline.train.checkpoint import TrainState
     from paceline.train.loop import TrainLoop, restore
-    from paceline.train.step import TrainStep
 
     run = RunFolder(config.run.dir)
     deadline = time.monotonic() + 3600 * (config.run.max_hours or float("inf"))
@@ -122,44 +120,15 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         return stop.reason or ("max_hours" if time.monotonic() > deadline else None)
 
     progress.phase("loading the target and the data")
-    dataset = Dataset.open(config.data.path)
     resolved, _ = resolve_config(config)
-    config = resolved.config
     with run.lock():
-        device = torch.device(config.run.device)
-        torch.set_num_threads(int(config.topology.threads))
-        torch.use_deterministic_algorithms(config.run.deterministic)
-        if config.run.deterministic:  # cuBLAS is deterministic only with a fixed workspace
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        kind = drafter_class(config.draft.kind)
-        target = Target.load(
-            config.target.path,
-            layer_ids=resolved.draft.target_layer_ids,
-            dtype=getattr(torch, config.target.dtype),
-            device=device,
-            packing=config.target.packing,
-            needs_last_hidden=kind.needs_last_hidden,
-            revision=config.target.revision,
-            trust_remote_code=config.target.trust_remote_code,
-        )
+        target = _load_target(resolved.config)
         packing = "packed" if target.packed else "per_document"
-        config = config.model_copy(update={"target": config.target.model_copy(update={"packing": packing})})
-        resolved = dataclasses.replace(resolved, config=config)
-
-        dtype = getattr(torch, config.draft.dtype)
-        drafter = kind(resolved.draft).to(device)
-        drafter.initialise(config.run.seed, target.embed, target.head)
-        trainer = TrainStep(
-            drafter,
-            target.embed,
-            target.head.to(dtype),
-            config.optim,
-            num_anchors=resolved.num_anchors,
-            gamma=float(config.loss.gamma),
-            seed=config.run.seed,
-            total_steps=resolved.total_steps,
-            dtype=dtype,
+        config = resolved.config.model_copy(
+            update={"target": resolved.config.target.model_copy(update={"packing": packing})}
         )
+        resolved = dataclasses.replace(resolved, config=config)
+        trainer = _build_trainer(resolved, target)
         fresh = TrainState(
             step=0,
             next_batch=0,
@@ -169,7 +138,7 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
             best_acceptance_length=None,
             best_step=None,
             target_fingerprint=target.fingerprint(),
-            data_fingerprint=dataset.fingerprint,
+            data_fingerprint=resolved.dataset.fingerprint,
         )
         state = restore(run, trainer, fresh)
         run.write_config(config)
@@ -177,19 +146,22 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         run.event("resumed" if state.step else "started", step=state.step)
         progress.start(config, resolved, state.step, target.packing_note)
 
-        cache = FeatureCache(int(config.pipeline.feature_cache_gib * 2**30)) if device.type == "cpu" else None
-        validation = None
-        if resolved.validation_rows:
-            validation = Validation(
-                target, dataset, resolved.validation_rows, num_anchors=resolved.num_anchors, dtype=dtype
-            )
+        on_cpu = target.device == torch.device("cpu")
+        cache = FeatureCache(int(config.pipeline.feature_cache_gib * 2**30)) if on_cpu else None
+        validation = Validation(
+            target,
+            resolved.dataset,
+            resolved.validation_rows,
+            num_anchors=resolved.num_anchors,
+            dtype=trainer.dtype,
+        )
         loop = TrainLoop(
             run,
             resolved,
             trainer,
             state,
             lambda number: target.features(resolved.batches.batch(number), cache),
-            validate=(lambda drafter: validation.measure(drafter, should_stop)) if validation else None,
+            validate=(lambda drafter: validation.measure(drafter, should_stop)) if resolved.validation_rows else None,
             progress=progress,
             should_stop=should_stop,
         )
@@ -203,6 +175,54 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         run.event(report.ending, step=report.step)
         run.write_json("report.json", dataclasses.asdict(report))
         return report
+
+
+def _load_target(config: RunConfig) -> Target:
+    """The frozen target of a resolved configuration, on its device; sets torch up for the run."""
+    import torch
+
+    from paceline.models.draft import drafter_class
+    from paceline.models.target import Target
+
+    torch.set_num_threads(int(config.topology.threads))
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    if config.run.deterministic:  # cuBLAS is deterministic only with a fixed workspace
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert not isinstance(config.target.layer_ids, str)  # it is resolved
+    return Target.load(
+        config.target.path,
+        layer_ids=config.target.layer_ids,
+        dtype=getattr(torch, config.target.dtype),
+        device=config.run.device,
+        packing=config.target.packing,
+        needs_last_hidden=drafter_class(config.draft.kind).needs_last_hidden,
+        revision=config.target.revision,
+        trust_remote_code=config.target.trust_remote_code,
+    )
+
+
+def _build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
+    """A fresh drafter beside its target, with its optimizer."""
+    import torch
+
+    from paceline.models.draft import drafter_class
+    from paceline.train.step import TrainStep
+
+    config = resolved.config
+    dtype = getattr(torch, config.draft.dtype)
+    drafter = drafter_class(config.draft.kind)(resolved.draft).to(target.device)
+    drafter.initialise(config.run.seed, target.embed, target.head)
+    return TrainStep(
+        drafter,
+        target.embed,
+        target.head.to(dtype),
+        config.optim,
+        num_anchors=resolved.num_anchors,
+        gamma=float(config.loss.gamma),
+        seed=config.run.seed,
+        total_steps=resolved.total_steps,
+        dtype=dtype,
+    )
 
 
 def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:

@@ -27,6 +27,7 @@ class ResolvedRun:
 
     Attributes:
         config: The resolved tree; what the run folder keeps.
+        dataset: What `data.path` holds.
         draft: Shape of the drafter.
         batches: The training rows as numbered micro-batches.
         validation_rows: Held-out data set rows, those that are measured.
@@ -37,6 +38,7 @@ class ResolvedRun:
     """
 
     config: RunConfig
+    dataset: Dataset
     draft: DraftShape
     batches: PackedBatches
     validation_rows: list[int]
@@ -126,6 +128,7 @@ def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: 
     )
     return ResolvedRun(
         config=resolved,
+        dataset=dataset,
         draft=draft,
         batches=batches,
         validation_rows=[int(row) for row in validation_rows[: config.eval.validate_rows]],
