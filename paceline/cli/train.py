@@ -58,6 +58,8 @@ def resume(
     saved = run.read_config()
     if not any(run.checkpoints.glob("step-*")):
         raise CheckpointError(f"{run_dir} has no checkpoint to resume from; `paceline train` starts it")
+    if any(override.startswith("run.dir=") for override in overrides or []):
+        raise ConfigError("resume takes the run folder as its first argument; to move a run, move the folder")
     wanted = load_config(run.config_file, overrides or [])
     wanted = wanted.model_copy(update={"run": wanted.run.model_copy(update={"dir": str(run_dir)})})
     config = merge_with_saved(saved, wanted)
@@ -173,7 +175,8 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         finally:
             progress.stop()
         run.event(report.ending, step=report.step)
-        run.write_json("report.json", dataclasses.asdict(report))
+        if report.delivered or not (run.path / "report.json").exists():  # a finished run keeps its report
+            run.write_json("report.json", dataclasses.asdict(report))
         return report
 
 

@@ -461,8 +461,8 @@ def _shape_of(config: Any, generation: Any) -> TargetShape:
     rope = rope.get("full_attention", rope)  # Gemma 3 and later: one set a layer type
     if "rope_theta" not in rope:
         raise ModelError(
-            f"the target's configuration ({config.model_type}) has no rope_theta: the drafter's rotary positions have "
-            "to be the target's, so it is not guessed; add rope_parameters.rope_theta to its config.json"
+            f"the target's configuration ({config.model_type}) has no rope_theta: targets without rotary positions are "
+            "not supported, and for others it is not guessed; add rope_parameters.rope_theta to its config.json"
         )
     num_heads = wanted("num_attention_heads")
     eos = generation.eos_token_id if generation is not None and generation.eos_token_id is not None else None
