@@ -26,7 +26,8 @@ import transformers
 from paceline import __version__
 from paceline.config import Optim
 from paceline.models.draft import DFlashDrafter, DraftShape
-from paceline.models.target import Target, TargetShape, default_layer_ids
+from paceline.models.loading import TargetShape, default_layer_ids
+from paceline.models.target import Target
 from paceline.records import TokenBatch
 from paceline.train.step import TrainStep
 

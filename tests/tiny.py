@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 
 from paceline.models.draft import DFlashDrafter, DraftShape
-from paceline.models.target import Target, quiet_transformers
+from paceline.models.loading import quiet_transformers
+from paceline.models.target import Target
 from paceline.records import TokenBatch
 
 VOCAB = 272

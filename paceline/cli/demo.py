@@ -125,12 +125,11 @@ def demo_config(target: str, data: str, run_dir: str) -> RunConfig:
     """The demo's run file: one draft layer and blocks of 6, what a CPU trains fastest to a useful speedup."""
     import torch
 
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return parse_config(
         {
             "run": {"dir": run_dir, "device": "cpu"},
             "target": {"path": target},
-            "draft": {"num_layers": 1, "block_size": 6, "dtype": "bfloat16" if has_bf16 else "float32"},
+            "draft": {"num_layers": 1, "block_size": 6, "dtype": "bfloat16" if _multiplies_bfloat16() else "float32"},
             "data": {"path": data, "epochs": 5, "max_length": 512, "validation": 0.03},
             "anchors": {"per_token": 0.25},
             "optim": {"lr": 1.5e-3, "tokens_per_step": 1024},
@@ -140,6 +139,14 @@ def demo_config(target: str, data: str, run_dir: str) -> RunConfig:
             "eval": {"validate_every": 50, "validate_rows": 8},
         }
     )
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor has bfloat16 products; without them the type is slower than float32."""
+    import torch
+
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: other versions may lack them
+    return any(getattr(torch.cpu, name, bool)() for name in checks)
 
 
 def _sample_lines(name: str) -> list[str]:
@@ -152,7 +159,7 @@ def _evaluate(target: str, run_dir: Path, console: Console) -> tuple[Evaluation,
 
     from paceline.eval.decode import CachedTarget
     from paceline.eval.evaluate import encode_prompts, evaluate, prompt_messages
-    from paceline.models.target import load_tokenizer
+    from paceline.models.loading import load_tokenizer
     from paceline.train.checkpoint import load_drafter
 
     drafter = load_drafter(run_dir)

@@ -50,7 +50,7 @@ def eval(
 
     from paceline.eval.decode import CachedTarget, check_fit
     from paceline.eval.evaluate import encode_prompts, evaluate, read_prompts
-    from paceline.models.target import load_tokenizer, read_shape
+    from paceline.models.loading import load_tokenizer, read_shape
     from paceline.plan.resolve import resolve_device
 
     if json_file not in (None, "-"):

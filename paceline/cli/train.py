@@ -89,7 +89,7 @@ def merge_with_saved(saved: RunConfig, wanted: RunConfig) -> RunConfig:
 def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
     """Resolve a configuration against its target's folder and its data; also gives the target's shape."""
     from paceline.data.dataset import Dataset
-    from paceline.models.target import load_tokenizer, read_shape
+    from paceline.models.loading import load_tokenizer, read_shape
     from paceline.plan.resolve import resolve
 
     where = (config.target.path, config.target.revision, config.target.trust_remote_code)

@@ -28,7 +28,7 @@ from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import pack_head, pack_layers
 from paceline.models.draft import ContextKV, DFlashDrafter
-from paceline.models.target import TargetShape, load_causal_lm, read_shape
+from paceline.models.loading import TargetShape, load_causal_lm, read_shape
 
 
 class TargetSide(Protocol):

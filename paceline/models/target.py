@@ -7,114 +7,31 @@ for the drafter, which shares them.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import re
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from paceline.errors import ConfigError, ModelError
+from paceline.errors import ModelError
 from paceline.kernels.linear_cross_entropy import Head
+from paceline.models.loading import (
+    TargetShape,
+    check_layer_ids,
+    default_layer_ids,
+    first_line,
+    load_causal_lm,
+    load_configs,
+    shape_of,
+)
 from paceline.records import FeatureBatch, TokenBatch
 
 log = logging.getLogger(__name__)
-
-_LEFT_OUT = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|embed_vision|audio_tower|mtp)\.")
-"""Checkpoint keys of parts that a text target does not use: vision, audio, multi-token prediction."""
-
-_TEXT_PART = {r"^language_model\.(model|lm_head)\.": r"\1.", r"^model\.language_model\.": "model."}
-"""Where wrapper checkpoints keep the text model; Transformers renames some families' keys by itself, not Gemma 3's."""
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """What the rest of the project needs to know of a target, read from its configuration alone.
-
-    Attributes:
-        rope: Rotary settings of its (full-attention) layers: at least ``rope_type`` and ``rope_theta``.
-        softcap: Soft cap of the final logits (Gemma 2), or None.
-        logit_scale: Factor of the final logits, applied before the soft cap.
-        eos_token_ids: Tokens that end a turn, from the generation settings or the configuration.
-    """
-
-    model_type: str
-    architecture: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    vocab_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: dict[str, Any]
-    softcap: float | None
-    logit_scale: float
-    tie_word_embeddings: bool
-    pad_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-
-
-def default_layer_ids(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
-    """The published spread of taps, ``round(1 + i * (L - 4) / (K - 1))``; fewer where rounding would repeat one.
-
-    Source: z-lab's DFlash code; Python's banker's rounding is part of it.
-    Raises: ConfigError for a target of one layer, which has none below its last.
-    """
-    for taps in range(num_taps, 1, -1):
-        ids = [round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps)]
-        if ids == sorted(set(ids)) and ids[-1] <= num_layers - 2:
-            return tuple(ids)
-    if num_layers < 2:
-        raise ConfigError(f"a target of {num_layers} layer has no layer below its last one to tap")
-    return (min(num_layers // 2, num_layers - 2),)
-
-
-def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Taps as every engine reads them: ascending, without repeats, below the last layer.
-
-    Engines collect features while they run the layers, so another order would be served ascending; and the entry after
-    the last layer is normed in Transformers but not in engines.
-    Raises: ConfigError naming the key and the value.
-    """
-    ids = tuple(layer_ids)
-    seen = f"target.layer_ids={list(ids)}"
-    if not ids:
-        raise ConfigError(f"{seen} is empty: at least one layer has to be tapped")
-    if any(not 0 <= i < num_layers for i in ids):
-        raise ConfigError(f"{seen}: the target has {num_layers} layers, counted 0 to {num_layers - 1}")
-    if list(ids) != sorted(set(ids)):
-        raise ConfigError(f"{seen}: engines capture in ascending order, each layer once; write {sorted(set(ids))}")
-    if ids[-1] == num_layers - 1:
-        raise ConfigError(
-            f"{seen}: layer {num_layers - 1} is the last one, whose output some engines read before and others after "
-            f"the final norm; use {num_layers - 2} or lower"
-        )
-    return ids
-
-
-def read_shape(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TargetShape:
-    """Shape of a target from its configuration; loads no weights. Raises: ModelError."""
-    return _shape_of(*_load_configs(path, revision, trust_remote_code))
-
-
-def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The target's own tokenizer. Raises: ModelError."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from error
 
 
 class FeatureCache:
@@ -206,8 +123,8 @@ class Target:
         trust_remote_code: bool = False,
     ) -> Target:
         """Load the part of a model folder (or hub id) that training needs. Raises: ModelError, ConfigError."""
-        config, generation = _load_configs(path, revision, trust_remote_code)
-        shape = _shape_of(config, generation)
+        config, generation = load_configs(path, revision, trust_remote_code)
+        shape = shape_of(config, generation)
         ids = default_layer_ids(shape.num_layers) if isinstance(layer_ids, str) else tuple(layer_ids)
         check_layer_ids(ids, shape.num_layers)
         kept = shape.num_layers if needs_last_hidden else ids[-1] + 1
@@ -346,7 +263,7 @@ class Target:
         try:
             packed = self._run_packed(tokens).float()
         except (TypeError, AttributeError, KeyError, ValueError, RuntimeError) as error:
-            log.warning("%s refuses explicit masks (%s)", self.shape.model_type, _first_line(error))
+            log.warning("%s refuses explicit masks (%s)", self.shape.model_type, first_line(error))
             return float("inf")
         worst = 0.0
         for (start, end), ids in zip(tokens.spans, documents, strict=True):
@@ -355,153 +272,8 @@ class Target:
         return worst
 
 
-def load_causal_lm(
-    path: str,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    num_layers: int | None = None,
-) -> Any:
-    """Load a causal LM's text part and check that nothing but the expected parts was left out.
-
-    Args:
-        num_layers: Layers kept; keys of later layers are expected leftovers. None: all of them.
-    Raises: ModelError naming missing or unexpected keys.
-    """
-    try:
-        with quiet_transformers():
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                key_mapping=_TEXT_PART,
-                ignore_mismatched_sizes=True,  # reported below, by name
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelError(f"target {path} cannot be loaded: {_first_line(error)}") from error
-    model, loading = loaded
-    missing = sorted(loading["missing_keys"])
-    unexpected = sorted(key for key in loading["unexpected_keys"] if not _is_leftover(key, num_layers))
-    if missing or unexpected or loading["mismatched_keys"]:
-        raise ModelError(
-            f"target {path} does not match its configuration: missing {missing[:3]}, unexpected {unexpected[:3]}, "
-            f"other shapes {sorted(map(str, loading['mismatched_keys']))[:3]}"
-        )
-    return model.to(device).eval()
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without Transformers' own progress bars and load report: the expected leftovers would read like a fault."""
-    verbosity = transformers.utils.logging.get_verbosity()
-    bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.utils.logging.enable_progress_bar()
-
-
-def _load_configs(path: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
-    folder = Path(path).expanduser()
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ModelError(f"target {path} has no config.json: a Transformers model folder or a hub id was wanted")
-    if not folder.exists():
-        log.info("%s is no folder here: asking the hub for it", path)
-    try:
-        with quiet_transformers():
-            config = transformers.AutoConfig.from_pretrained(
-                path, revision=revision, trust_remote_code=trust_remote_code
-            )
-    except Exception as error:  # Transformers checks a foreign file with whatever it has
-        hint = "" if folder.exists() else " (no such folder here, so it was taken as a hub id)"
-        raise ModelError(f"target {path} cannot be read{hint}: {_first_line(error)}") from error
-    _warn_if_theta_is_a_default(path, revision, config.get_text_config())
-    if config.is_encoder_decoder:
-        raise ModelError(f"target {path} is an encoder-decoder ({config.model_type}); a decoder-only model was wanted")
-    try:
-        with quiet_transformers():
-            generation = transformers.GenerationConfig.from_pretrained(path, revision=revision or "main")
-    except OSError:  # many folders have none
-        generation = None
-    return config.get_text_config(), generation
-
-
-def _warn_if_theta_is_a_default(path: str, revision: str | None, config: Any) -> None:
-    """Transformers fills in a family's rope_theta in silence, and it becomes the drafter's as well."""
-    written, _ = transformers.PretrainedConfig.get_config_dict(path, revision=revision)
-    rope = getattr(config, "rope_parameters", None) or {}
-    theta = rope.get("full_attention", rope).get("rope_theta")
-    text = {key: value for key, value in written.items() if not key.startswith(("vision", "audio"))}
-    if theta is not None and "rope_theta" not in json.dumps(text, default=str):
-        log.warning(
-            "target %s has no rope_theta in its config.json; target and drafter use Transformers' default for %s, %g",
-            path,
-            config.model_type,
-            theta,
-        )
-
-
-def _shape_of(config: Any, generation: Any) -> TargetShape:
-    def wanted(*names: str) -> Any:
-        for name in names:
-            if getattr(config, name, None) is not None:
-                return getattr(config, name)
-        raise ModelError(f"the target's configuration ({config.model_type}) has no {names[0]}")
-
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # Gemma 3 and later: one set a layer type
-    if "rope_theta" not in rope:
-        raise ModelError(
-            f"the target's configuration ({config.model_type}) has no rope_theta: targets without rotary positions are "
-            "not supported, and for others it is not guessed; add rope_parameters.rope_theta to its config.json"
-        )
-    num_heads = wanted("num_attention_heads")
-    eos = generation.eos_token_id if generation is not None and generation.eos_token_id is not None else None
-    eos = eos if eos is not None else getattr(config, "eos_token_id", None)
-    scaling = getattr(config, "logits_scaling", None)  # Granite divides by it, Cohere multiplies by logit_scale
-    return TargetShape(
-        model_type=config.model_type,
-        architecture=(config.architectures or ["?"])[0],
-        hidden_size=wanted("hidden_size"),
-        intermediate_size=wanted("intermediate_size", "moe_intermediate_size"),
-        num_layers=wanted("num_hidden_layers"),
-        vocab_size=wanted("vocab_size"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
-        max_position_embeddings=wanted("max_position_embeddings"),
-        rope=dict(rope),
-        softcap=getattr(config, "final_logit_softcapping", None),
-        logit_scale=1.0 / scaling if scaling else float(getattr(config, "logit_scale", None) or 1.0),
-        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        pad_token_id=getattr(config, "pad_token_id", None),
-        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (eos,)),
-    )
-
-
 def _head_of(model: Any, shape: TargetShape) -> Head:
     output = model.get_output_embeddings()
     if getattr(output, "bias", None) is not None:
         raise ModelError(f"{shape.model_type}: a head with a bias is not supported: drafters share a plain matrix")
     return Head(output.weight.detach(), shape.softcap, shape.logit_scale)
-
-
-def _is_leftover(key: str, num_layers: int | None) -> bool:
-    if _LEFT_OUT.search(key) or key.endswith("rotary_emb.inv_freq") or "lm_head" in key:
-        return True
-    layer = re.search(r"(^|\.)layers\.(\d+)\.", key)
-    return layer is not None and num_layers is not None and int(layer[2]) >= num_layers
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

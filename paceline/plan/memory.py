@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.models.draft import DraftShape, drafter_class
-from paceline.models.target import TargetShape
+from paceline.models.loading import TargetShape
 from paceline.plan.resolve import ResolvedRun
 
 GIB = 2**30

@@ -13,7 +13,7 @@ from paceline.data.dataset import Dataset, tokenizer_fingerprint
 from paceline.data.packing import PackedBatches
 from paceline.errors import ConfigError, DataError
 from paceline.models.draft import DraftShape, drafter_class
-from paceline.models.target import TargetShape, check_layer_ids, default_layer_ids
+from paceline.models.loading import TargetShape, check_layer_ids, default_layer_ids
 
 TOKENS_PER_STEP = 98_304
 """Packed tokens of an optimizer step: 32 rows of 3,072, the public recipe on one host of eight."""

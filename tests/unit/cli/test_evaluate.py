@@ -35,7 +35,7 @@ class Tokenizer:
 
 def test_eval_writes_one_json_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--json -` prints the record and nothing else to stdout; the table for people goes elsewhere."""
-    monkeypatch.setattr("paceline.models.target.load_tokenizer", lambda *args, **kwargs: Tokenizer())
+    monkeypatch.setattr("paceline.models.loading.load_tokenizer", lambda *args, **kwargs: Tokenizer())
     target = tiny.save(tiny.causal_lm("llama"), tmp_path / "target")
     draft = export_zlab(tiny.drafter(), tmp_path / "draft")
     prompts = tmp_path / "prompts.jsonl"

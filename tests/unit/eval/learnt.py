@@ -9,7 +9,8 @@ from paceline.dflash.blocks import block_labels, block_positions, make_noise_blo
 from paceline.eval.decode import CachedTarget, plain_decode
 from paceline.kernels.attention import BlockLayout
 from paceline.models.draft import DFlashDrafter
-from paceline.models.target import Target, read_shape
+from paceline.models.loading import read_shape
+from paceline.models.target import Target
 from tests import tiny
 
 LAYER_IDS = tiny.draft_shape().target_layer_ids

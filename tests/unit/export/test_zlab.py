@@ -18,7 +18,7 @@ from paceline.errors import ModelError
 from paceline.export.zlab import export_zlab, is_zlab, load_zlab
 from paceline.kernels.attention import BlockLayout
 from paceline.models.draft import DFlashDrafter, DraftShape
-from paceline.models.target import read_shape
+from paceline.models.loading import read_shape
 
 ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
 SHAPE = DraftShape(  # case X01

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError, ModelError
 from paceline.kernels.linear_cross_entropy import Head
-from paceline.models.target import (
-    FeatureCache,
-    Target,
-    _shape_of,
+from paceline.models.loading import (
     check_layer_ids,
     default_layer_ids,
     load_tokenizer,
     quiet_transformers,
     read_shape,
+    shape_of,
 )
+from paceline.models.target import FeatureCache, Target
 from paceline.records import TokenBatch
 from tests import tiny
 
@@ -206,7 +205,7 @@ def test_a_whole_model_is_cut_in_place(models: dict[str, Any]) -> None:
     """A model handed over with all its layers is cut after the last tap, and its taps are unchanged."""
     wanted = hidden_states(models["llama"].get_decoder())
     model = tiny.causal_lm("llama")
-    target = Target(model, _shape_of(model.config, None), (0, 2))
+    target = Target(model, shape_of(model.config, None), (0, 2))
     assert len(model.get_decoder().layers) == 3
     assert torch.equal(target.document_features(IDS), torch.cat([wanted[1], wanted[3]], -1))
 
@@ -433,7 +432,7 @@ def p01_target(attention: str, packing: str) -> Target:
     """Case P01's tiny target on one of the library's attentions."""
     model = tiny.causal_lm("qwen3", attention=attention)
     assert model.config._attn_implementation == attention
-    return Target(model, _shape_of(model.config, None), (0, 1, 2, 3), packing)
+    return Target(model, shape_of(model.config, None), (0, 1, 2, 3), packing)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -16,7 +16,7 @@ from paceline.config import changed_keys, parse_config
 from paceline.data.dataset import Dataset
 from paceline.data.prepare import PrepareSettings, prepare
 from paceline.errors import ConfigError, DataError
-from paceline.models.target import load_tokenizer, read_shape
+from paceline.models.loading import load_tokenizer, read_shape
 from paceline.plan.memory import GIB, memory_plan
 from paceline.plan.resolve import ResolvedRun, choose_mask_token, resolve_device
 from tests.toy import Toy
