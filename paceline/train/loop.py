@@ -268,19 +268,27 @@ class TrainLoop:
         }
         is_last = self.step >= self.resolved.total_steps
         improved = False
-        if self.validate is not None and (is_last or self.step % self.config.eval.validate_every == 0):
-            acceptance = self.validate(self.trainer.drafter)
-            if acceptance is not None:
-                line["validation_acceptance_length"] = acceptance.length
-                improved = self.best is None or acceptance.length > self.best
-            if improved:
-                self.best, self.best_step = line["validation_acceptance_length"], self.step
-        metrics.write(line)
+        try:
+            if self.validate is not None and (is_last or self.step % self.config.eval.validate_every == 0):
+                improved = self._measure(self.validate, line)
+        finally:
+            metrics.write(line)  # also when measuring fails: the step has been made, and will be saved
         if improved or is_last or self.step % self.config.checkpoint.every_steps == 0:
             place = self._save()
             if improved:
                 checkpoint.point(self.run_folder.checkpoints, "best", place)
         self.progress.step(line, self.resolved.total_steps)
+
+    def _measure(self, validate: Validate, line: dict[str, Any]) -> bool:
+        """Add the acceptance length on the held-out rows to the step's line; whether it is the best so far."""
+        acceptance = validate(self.trainer.drafter)
+        if acceptance is None:
+            return False
+        line["validation_acceptance_length"] = acceptance.length
+        improved = self.best is None or acceptance.length > self.best
+        if improved:
+            self.best, self.best_step = acceptance.length, self.step
+        return improved
 
     def _save(self) -> Path:
         state = TrainState(

@@ -281,13 +281,17 @@ def test_a_target_thread_that_exits_ends_the_run(toy: Toy, tmp_path: Path, monke
 
 
 def test_a_failing_validation_loses_no_step(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure after the update ends the run under the drafter's name, with the updated step saved."""
+    """A failure after the update ends the run under the drafter's name; the step is saved and keeps its line."""
     from paceline.eval.validation import Validation
 
-    monkeypatch.setattr(Validation, "measure", lambda *_: 1 / 0)
-    with pytest.raises(PipelineError, match="drafter-0 failed on batch 11: ZeroDivisionError"):
-        train(toy.config(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "measure", lambda *_: 1 / 0)
+        with pytest.raises(PipelineError, match="drafter-0 failed on batch 11: ZeroDivisionError"):
+            train(toy.config(tmp_path, "run.max_steps=8"))
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000006"
+    train(toy.config(tmp_path, "run.max_steps=8"))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
 
 
 def test_gradients_that_are_not_finite_leave_the_weights_alone(
