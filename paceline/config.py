@@ -86,8 +86,11 @@ class Draft(_Section):
     """Size of a head. auto: the target's, at most 128, the width that every engine's kernels accept."""
     intermediate_size: Auto | Count = "auto"
     """Width of the MLP. auto: the target's."""
-    vocab: Literal["full"] = "full"
-    """Tokens that the drafter can draft: all of the target's."""
+    vocab: Literal["full", "observed"] | Count = "full"
+    """Tokens that the drafter can draft. full: all of the target's. observed: those of the training rows. N: the N most
+    frequent there (supervised ones first), filled up with the lowest ids. A short head trains and drafts faster; a
+    token outside it is never drafted, which costs acceptance but never changes the output. The z-lab layout needs
+    full."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; master weights and moments are float32. auto: float32 on the CPU, bfloat16 on a GPU."""
 

@@ -214,11 +214,13 @@ def _build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
     config = resolved.config
     dtype = getattr(torch, config.draft.dtype)
     drafter = drafter_class(config.draft.kind)(resolved.draft).to(target.device)
-    drafter.initialise(config.run.seed, target.embed, target.head)
+    drafter.set_draft_vocab(resolved.draft_token_ids)
+    head = drafter.own_head(target.head)
+    drafter.initialise(config.run.seed, target.embed, head)
     return TrainStep(
         drafter,
         target.embed,
-        target.head.to(dtype),
+        head.to(dtype),
         config.optim,
         num_anchors=resolved.num_anchors,
         gamma=float(config.loss.gamma),

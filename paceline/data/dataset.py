@@ -180,6 +180,21 @@ class Dataset:
         """Largest token id of any row; reads all of them."""
         return max(int(ids.max()) for ids in self._ids if len(ids))
 
+    def count_tokens(self, rows: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """How often each token occurs in some rows, supervised and in all: two int64 ``[vocab_size]``; reads them."""
+        supervised, every = np.zeros((2, vocab_size), dtype=np.int64)
+        wanted = np.zeros(len(self), dtype=bool)
+        wanted[rows] = True
+        parts = zip(self._ids, self._masks, self._offsets, self._first_rows, strict=False)
+        for ids, masks, offsets, first in parts:
+            kept = np.repeat(wanted[first : first + len(offsets) - 1], np.diff(offsets))
+            for start in range(0, len(ids), SCAN_TOKENS):
+                part = slice(start, start + SCAN_TOKENS)
+                here = ids[part][kept[part]]
+                every += np.bincount(here, minlength=vocab_size)
+                supervised += np.bincount(here[masks[part][kept[part]] == 1], minlength=vocab_size)
+        return supervised, every
+
     def _locate(self, index: int) -> tuple[int, int]:
         """Record batch of a row and its place there."""
         if not 0 <= index < len(self):

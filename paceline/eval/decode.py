@@ -226,7 +226,7 @@ class ContextDrafter:
         self._dtype = dtype or weights_dtype
         self._drafter = drafter
         self._embed = target.embed
-        self._head = target.head.to(self._dtype)
+        self._head = drafter.own_head(target.head).to(self._dtype)
         self._device = target.device
         self._autocast = torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != weights_dtype)
         self._noise_ids = torch.full((1, block_size), shape.mask_token_id, device=self._device)

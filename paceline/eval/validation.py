@@ -16,6 +16,7 @@ from paceline.dflash.acceptance import Acceptance, leading_hits, walk
 from paceline.dflash.anchors import eligible_positions, make_anchors
 from paceline.dflash.blocks import block_labels, block_positions, make_noise_blocks
 from paceline.kernels.attention import BlockLayout
+from paceline.kernels.linear_cross_entropy import Head
 from paceline.models.draft import ContextKV, DFlashDrafter
 from paceline.models.target import FeatureCache, Target
 
@@ -60,11 +61,12 @@ class Validation:
         Returns: None if it was ended.
         """
         total = Acceptance(drafter.num_predicted)
+        head = drafter.own_head(self._head)
         for row in self._rows:
             if should_stop():
                 return None
             input_ids, loss_mask = self._dataset.row(int(row))
-            leading = self._leading(drafter, input_ids, loss_mask, self._features(int(row), input_ids))
+            leading = self._leading(drafter, head, input_ids, loss_mask, self._features(int(row), input_ids))
             for answer in leading.split(_anchors_of_answers(loss_mask)):
                 total += walk(answer.tolist(), drafter.num_predicted)
         return total
@@ -77,7 +79,9 @@ class Validation:
             self._kept.put(row, features.cpu())
         return features.to(self._target.device)
 
-    def _leading(self, drafter: DFlashDrafter, input_ids: Tensor, loss_mask: Tensor, features: Tensor) -> Tensor:
+    def _leading(
+        self, drafter: DFlashDrafter, head: Head, input_ids: Tensor, loss_mask: Tensor, features: Tensor
+    ) -> Tensor:
         """Leading hits of the block at every position that has an answer's token after it, int64 ``[positions]``."""
         device, weights_dtype = features.device, drafter.fc.weight.dtype
         document = torch.zeros_like(input_ids)
@@ -88,11 +92,17 @@ class Validation:
         with torch.autocast(device.type, dtype=self._dtype, enabled=self._dtype != weights_dtype):
             context_kv = drafter.context_kv(features.to(self._dtype), torch.arange(len(input_ids), device=device))
             for chunk in positions.split(self._num_anchors):
-                counts.append(self._leading_of_chunk(drafter, input_ids, loss_mask, context_kv, chunk))
+                counts.append(self._leading_of_chunk(drafter, head, input_ids, loss_mask, context_kv, chunk))
         return torch.cat(counts)
 
     def _leading_of_chunk(
-        self, drafter: DFlashDrafter, input_ids: Tensor, loss_mask: Tensor, context_kv: ContextKV, positions: Tensor
+        self,
+        drafter: DFlashDrafter,
+        head: Head,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        context_kv: ContextKV,
+        positions: Tensor,
     ) -> Tensor:
         shape, length, device = drafter.shape, len(input_ids), self._target.device
         anchors = make_anchors(positions)
@@ -104,7 +114,7 @@ class Validation:
         labels, valid = block_labels(
             input_ids, loss_mask, torch.zeros_like(input_ids), anchors, shape.block_size, drafter.label_shift
         )
-        return leading_hits(drafter.hits(hidden, self._head, labels, valid, noise_ids[:, 0]))
+        return leading_hits(drafter.hits(hidden, head, labels, valid, noise_ids[:, 0]))
 
 
 def _anchors_of_answers(loss_mask: Tensor) -> list[int]:

@@ -71,6 +71,12 @@ def export_zlab(drafter: DFlashDrafter, out_dir: Path | str, dtype: torch.dtype 
     Raises: ModelError if the folder holds something else, cannot be written, or the drafter has what engines would
         misread.
     """
+    if drafter.shape.draft_vocab_size is not None:
+        raise ModelError(
+            f"the drafter drafts from {drafter.shape.draft_vocab_size} of the target's {drafter.shape.vocab_size} "
+            "tokens, which the z-lab layout has no place for: engines would use the target's whole head, whose other "
+            "rows were never trained against. Use --format speculators, or train with draft.vocab=full"
+        )
     folder = Path(out_dir).expanduser().resolve()
     _check_place(folder)
     config = _config_of(drafter.shape, dtype)

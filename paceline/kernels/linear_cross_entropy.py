@@ -41,6 +41,10 @@ class Head:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
+    def rows(self, token_ids: Tensor) -> Head:
+        """A head over some tokens only, int64 ``[R]``: its logit i is that of ``token_ids[i]``."""
+        return Head(self.weight[token_ids.to(self.weight.device)], self.softcap, self.scale)
+
     def to(self, dtype: torch.dtype) -> Head:
         """The same head with its weight in another type."""
         return Head(self.weight.to(dtype), self.softcap, self.scale)

@@ -44,6 +44,7 @@ class DraftShape:
         rope: Rotary settings, theta included; the target's.
         layer_types: ``full_attention`` or ``sliding_attention``, one a layer.
         is_causal: Attention inside a block.
+        draft_vocab_size: Tokens that can be drafted; None: all of the target's.
         kind, options: Drafter class, and what only this class has.
     """
 
@@ -64,6 +65,7 @@ class DraftShape:
     layer_types: tuple[str, ...]
     is_causal: bool = False
     sliding_window: int | None = None
+    draft_vocab_size: int | None = None
     kind: str = "dflash"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -183,6 +185,8 @@ class DFlashDrafter(nn.Module):
     """Whether the target has to deliver its last hidden state beside the taps."""
     label_shift: ClassVar[int] = 0
     """0: slot k predicts anchor + k; 1: anchor + k + 1."""
+    supports_draft_vocab: ClassVar[bool] = True
+    """Whether it can draft from a part of the target's vocabulary."""
 
     @classmethod
     def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -204,6 +208,48 @@ class DFlashDrafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape)
+        self.d2t: Tensor | None
+        """int64 ``[Vd]``; draft token i is the target's token ``i + d2t[i]``, ascending. None: all tokens."""
+        self.register_buffer("d2t", None)
+        if shape.draft_vocab_size is not None:
+            self.d2t = torch.zeros(shape.draft_vocab_size, dtype=torch.int64)
+        self._token_ids: Tensor | None = None
+
+    def set_draft_vocab(self, token_ids: Tensor | None) -> None:
+        """Fix the tokens that can be drafted: int64 ``[Vd]`` ascending, on the host, or None for all."""
+        if token_ids is not None:
+            assert self.d2t is not None and len(token_ids) == self.shape.draft_vocab_size
+            self.d2t.copy_(token_ids - torch.arange(len(token_ids)))
+            self._token_ids = token_ids
+
+    def draft_token_ids(self) -> Tensor | None:
+        """The target's ids of the tokens that can be drafted, int64 ``[Vd]`` on the host, ascending; None: all."""
+        if self._token_ids is None and self.d2t is not None:  # loaded from a file
+            self._token_ids = self.d2t.cpu() + torch.arange(len(self.d2t))
+        return self._token_ids
+
+    def own_head(self, head: Head) -> Head:
+        """The rows of the target's head that the drafter uses; the head itself if that is all of them."""
+        token_ids = self.draft_token_ids()
+        return head if token_ids is None else head.rows(token_ids)
+
+    def can_draft(self, labels: Tensor) -> Tensor:
+        """Which of these tokens are among those that can be drafted; bool, on the host like `labels`."""
+        token_ids = self.draft_token_ids()
+        if token_ids is None:
+            return torch.ones_like(labels, dtype=torch.bool)
+        return token_ids[self._to_draft(labels)] == labels
+
+    def _to_draft(self, labels: Tensor) -> Tensor:
+        """Draft tokens of the target's, int64 on the host; of one that cannot be drafted, some other."""
+        token_ids = self.draft_token_ids()
+        if token_ids is None:
+            return labels
+        return torch.searchsorted(token_ids, labels).clamp(max=len(token_ids) - 1)
+
+    def _to_target(self, drafted: Tensor) -> Tensor:
+        """The target's ids of draft tokens, on the same device."""
+        return drafted if self.d2t is None else drafted + self.d2t.to(drafted.device)[drafted]
 
     @property
     def num_predicted(self) -> int:
@@ -216,6 +262,9 @@ class DFlashDrafter(nn.Module):
         The final norm starts lower. At first a slot's hidden state is its input embedding, normed, and rows of a tied
         embedding are long and alike: with a unit norm the best logit of a mask slot stands 80 above the mean
         (SmolLM2-135M). It starts where that is ln V, so that no token outweighs all others together.
+
+        Args:
+            head: From `own_head`.
         Raises: ModelError if the mask token's embedding is zero.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -233,7 +282,7 @@ class DFlashDrafter(nn.Module):
                 )
             logits = head.logits(self.norm(embed(mask)).to(head.weight.dtype))
             lead = float(logits.max() - logits.mean())
-            self.norm.weight.fill_(min(1.0, math.log(self.shape.vocab_size) / lead))
+            self.norm.weight.fill_(min(1.0, math.log(logits.shape[-1]) / lead))
 
     def context_kv(self, context_feature: Tensor, positions: Tensor) -> ContextKV:
         """Keys and values of context tokens for every layer: fused once, without the layers' input norm.
@@ -269,11 +318,14 @@ class DFlashDrafter(nn.Module):
     def labels_and_weights(self, tokens: TokenBatch, anchors: Anchors, gamma: float) -> tuple[Tensor, Tensor]:
         """What each slot has to predict, and how much it counts; on the host.
 
-        Returns: labels int64 ``[A, J]`` and weights float32 ``[A, J]``, 0 where a slot does not count.
+        A token that cannot be drafted weighs nothing: there is no row of the head that could learn it.
+        Returns: labels int64 ``[A, J]``, the target's ids, and weights float32 ``[A, J]``, 0 where a slot does not
+            count.
         """
         labels, valid = block_labels(
             tokens.input_ids, tokens.loss_mask, tokens.document_ids, anchors, self.shape.block_size, self.label_shift
         )
+        valid &= self.can_draft(labels)
         return labels, valid * decay_weights(self.num_predicted, gamma)
 
     def loss(
@@ -283,6 +335,7 @@ class DFlashDrafter(nn.Module):
 
         Args:
             hidden: ``[A, J, D]`` from `forward`.
+            head: From `own_head`.
             anchors, features: For kinds whose loss compares with the target's own distribution; unused here.
             labels: int64 ``[A, J]``, on the host like `weights`, so that the rows to score are known without asking the
                 device.
@@ -295,7 +348,7 @@ class DFlashDrafter(nn.Module):
         loss, hit_rows = weighted_linear_cross_entropy(
             hidden.flatten(0, 1)[rows.to(device)].to(head.weight.dtype),
             head,
-            labels.flatten()[rows].to(device),
+            self._to_draft(labels.flatten()[rows]).to(device),
             weights.flatten()[rows].to(device),
         )
         hits = torch.zeros(weights.numel(), dtype=torch.bool, device=device)
@@ -307,22 +360,29 @@ class DFlashDrafter(nn.Module):
 
         Args:
             hidden: ``[A, J, D]`` from `forward`.
-            labels: int64 ``[A, J]`` on the host.
+            head: From `own_head`.
+            labels: int64 ``[A, J]`` on the host, the target's ids.
             valid: bool ``[A, J]`` on the host; slots that do not count are no hits.
             anchor_ids: int64 ``[A]``; tokens in slot 0, for kinds whose draft depends on the token before.
         """
         del anchor_ids
         rows = hidden[valid.to(hidden.device)].to(head.weight.dtype)
         per_chunk = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
-        best = [head.logits(chunk).argmax(-1).cpu() for chunk in rows.split(per_chunk)]
+        best = [self._to_target(head.logits(chunk).argmax(-1)).cpu() for chunk in rows.split(per_chunk)]
         hits = torch.zeros_like(valid)
         hits[valid] = torch.cat(best) == labels[valid]
         return hits
 
     def draft(self, hidden: Tensor, head: Head, anchor: int) -> list[int]:
-        """Drafted tokens of one block, greedily; ``[1, J, D]`` hidden. `anchor` is the token in slot 0."""
-        del anchor  # every slot is drafted independently of the others
-        return head.logits(hidden[0].to(head.weight.dtype)).argmax(-1).tolist()
+        """Drafted tokens of one block, greedily, as the target's ids.
+
+        Args:
+            hidden: ``[1, J, D]`` from `forward`.
+            head: From `own_head`.
+            anchor: The token in slot 0; unused here, as every slot is drafted independently of the others.
+        """
+        del anchor
+        return self._to_target(head.logits(hidden[0].to(head.weight.dtype)).argmax(-1)).tolist()
 
 
 KINDS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter}

@@ -19,7 +19,8 @@ class MemoryPlan:
 
     Attributes:
         target_bytes: Trunk up to the last tap; see `estimate_trunk_parameters` for what it counts.
-        shared_bytes: Embedding and output head, and the head's copy in the compute type where that differs.
+        shared_bytes: Embedding and output head, and the drafter's part of the head, where it is short or of another
+            type.
         drafter_bytes: float32 weights, gradients and two moments.
         queue_bytes: Features that may wait, and those that the targets are making.
         activation_bytes: What the drafter's backward pass keeps of one micro-batch, as if every document were as long
@@ -46,6 +47,8 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
     target_size, draft_size = (4 if name == "float32" else 2 for name in (config.target.dtype, config.draft.dtype))
     tables = 1 if shape.tie_word_embeddings else 2
     rows = shape.vocab_size * shape.hidden_size
+    head_rows = (draft.draft_vocab_size or shape.vocab_size) * shape.hidden_size
+    own_head = head_rows * draft_size if draft_size != target_size or head_rows != rows else 0
     parameters = count_parameters(draft)
     needs_last_hidden = drafter_class(draft.kind).needs_last_hidden
     states = len(draft.target_layer_ids) + needs_last_hidden
@@ -54,7 +57,7 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(
         target_bytes=estimate_trunk_parameters(shape, num_layers) * target_size,
-        shared_bytes=rows * tables * target_size + (rows * draft_size if draft_size != target_size else 0),
+        shared_bytes=rows * tables * target_size + own_head,
         drafter_bytes=parameters * 4 * 4,
         queue_bytes=min(
             held * batch_bytes, int(config.pipeline.queue_gib * GIB) + batch_bytes * config.topology.targets

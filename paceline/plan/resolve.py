@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from paceline.config import RunConfig
+from paceline.config import Draft, RunConfig
 from paceline.data.dataset import Dataset, tokenizer_fingerprint
 from paceline.data.packing import PackedBatches
 from paceline.errors import ConfigError, DataError
@@ -29,6 +32,7 @@ class ResolvedRun:
         config: The resolved tree; what the run folder keeps.
         dataset: What `data.path` holds.
         draft: Shape of the drafter.
+        draft_token_ids: Tokens that can be drafted, int64 ``[Vd]`` ascending; None: all of the target's.
         batches: The training rows as numbered micro-batches.
         validation_rows: Held-out data set rows, those that are measured.
         num_anchors: A, anchor slots of a micro-batch.
@@ -40,6 +44,7 @@ class ResolvedRun:
     config: RunConfig
     dataset: Dataset
     draft: DraftShape
+    draft_token_ids: Tensor | None
     batches: PackedBatches
     validation_rows: list[int]
     num_anchors: int
@@ -63,8 +68,11 @@ def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: 
     _check_data(config, shape, dataset, tokenizer)
     device = resolve_device(config.run.device)
     on_gpu = device.type == "cuda"
-    draft = _resolve_draft(config, shape, dataset, tokenizer)
     train_rows, validation_rows = dataset.split(config.data.validation)
+    draft_token_ids = choose_draft_vocab(config.draft, shape, dataset, train_rows)
+    draft = _resolve_draft(config, shape, dataset, tokenizer)
+    if draft_token_ids is not None:
+        draft = dataclasses.replace(draft, draft_vocab_size=len(draft_token_ids))
     longest = int(dataset.lengths.max())
 
     if isinstance(config.pipeline.tokens_per_batch, int):
@@ -130,6 +138,7 @@ def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: 
         config=resolved,
         dataset=dataset,
         draft=draft,
+        draft_token_ids=draft_token_ids,
         batches=batches,
         validation_rows=[int(row) for row in validation_rows[: config.eval.validate_rows]],
         num_anchors=_num_anchors(config, tokens_per_batch, draft.block_size, on_gpu),
@@ -199,6 +208,34 @@ def choose_mask_token(wanted: int | str, shape: TargetShape, tokenizer: Any, dat
     if dataset.contains_token(token):
         raise ConfigError(f"draft.mask_token_id={token} occurs in the training data{hint}")
     return token
+
+
+def choose_draft_vocab(draft: Draft, shape: TargetShape, dataset: Dataset, rows: np.ndarray) -> Tensor | None:
+    """The tokens that the drafter can draft, as `draft.vocab` says; the target's end tokens are always among them.
+
+    Args:
+        rows: Training rows; what held-out rows alone contain must not be known.
+    Returns: int64 ``[Vd]`` ascending; None: all.
+    Raises: ConfigError if the kind cannot leave tokens out, or more are wanted than there are.
+    """
+    if draft.vocab == "full":
+        return None
+    if not drafter_class(draft.kind).supports_draft_vocab:
+        raise ConfigError(f"draft.vocab={draft.vocab}: draft.kind={draft.kind} drafts from the whole vocabulary: full")
+    supervised, every = dataset.count_tokens(rows, shape.vocab_size)
+    ends = [token for token in shape.eos_token_ids if token < shape.vocab_size]
+    if draft.vocab == "observed":
+        every[ends] += 1
+        return torch.from_numpy(np.flatnonzero(every))
+    if not len(ends) < draft.vocab < shape.vocab_size:
+        raise ConfigError(
+            f"draft.vocab={draft.vocab}: more than the {len(ends)} end tokens and fewer than the target's "
+            f"{shape.vocab_size} tokens were wanted; draft.vocab=full drafts from all"
+        )
+    supervised[ends] = np.iinfo(np.int64).max
+    # by count, then by id: tokenizers number frequent tokens first, so what the data lacks is filled up sensibly
+    ranked = np.lexsort((np.arange(shape.vocab_size), -every, -supervised))
+    return torch.from_numpy(np.sort(ranked[: draft.vocab]))
 
 
 def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:

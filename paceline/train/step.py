@@ -28,7 +28,7 @@ class TrainStep:
     Args:
         drafter: float32 master weights, on the device of training.
         embed: The target's embedding.
-        head: The target's output head, in the compute type.
+        head: The drafter's part of the target's output head, in the compute type.
         num_anchors: A, anchor slots of a micro-batch.
         gamma: Decay length of the loss weights, in positions.
         seed: The run's seed; with the batch number it keys the anchors.
