@@ -124,13 +124,13 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
     progress.phase("loading the target and the data")
     resolved, _ = resolve_config(config)
     with run.lock():
-        target = _load_target(resolved.config)
+        target = load_target(resolved.config)
         packing = "packed" if target.packed else "per_document"
         config = resolved.config.model_copy(
             update={"target": resolved.config.target.model_copy(update={"packing": packing})}
         )
         resolved = dataclasses.replace(resolved, config=config)
-        trainer = _build_trainer(resolved, target)
+        trainer = build_trainer(resolved, target)
         fresh = TrainState(
             step=0,
             next_batch=0,
@@ -180,7 +180,7 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         return report
 
 
-def _load_target(config: RunConfig) -> Target:
+def load_target(config: RunConfig) -> Target:
     """The frozen target of a resolved configuration, on its device; sets torch up for the run."""
     import torch
 
@@ -199,12 +199,13 @@ def _load_target(config: RunConfig) -> Target:
         device=config.run.device,
         packing=config.target.packing,
         needs_last_hidden=drafter_class(config.draft.kind).needs_last_hidden,
+        feature_dtype=getattr(torch, config.draft.dtype),
         revision=config.target.revision,
         trust_remote_code=config.target.trust_remote_code,
     )
 
 
-def _build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
+def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
     """A fresh drafter beside its target, with its optimizer."""
     import torch
 

@@ -79,12 +79,15 @@ class Target:
         layer_ids: tuple[int, ...],
         packing: str = "auto",
         needs_last_hidden: bool = False,
+        feature_dtype: torch.dtype | None = None,
     ) -> None:
         """Take the trunk out of a loaded model; `Target.load` is the usual way.
 
         Args:
             model: A Transformers causal LM with at least ``max(layer_ids) + 1`` layers; it is cut in place.
             packing: ``auto``, ``packed`` or ``per_document``.
+            feature_dtype: Type that taps are delivered in: the drafter's compute type, to which it would cast them
+                anyway. None, and always where the last hidden state is delivered too: the target's own.
         """
         trunk = model.get_decoder()
         if not hasattr(trunk, "layers") or not hasattr(trunk, "embed_tokens"):
@@ -97,6 +100,7 @@ class Target:
         self.head = _head_of(model, shape)
         self._trunk = trunk
         self.needs_last_hidden = needs_last_hidden
+        self.feature_dtype = self.head.weight.dtype if needs_last_hidden or feature_dtype is None else feature_dtype
         if not needs_last_hidden:
             self._trunk.layers = trunk.layers[: self.layer_ids[-1] + 1]
             self._trunk.norm = nn.Identity()
@@ -119,6 +123,7 @@ class Target:
         device: torch.device | str = "cpu",
         packing: str = "auto",
         needs_last_hidden: bool = False,
+        feature_dtype: torch.dtype | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> Target:
@@ -132,11 +137,11 @@ class Target:
         if getattr(config, "layer_types", None):  # a cache or mask is built per entry in some versions
             config.layer_types = config.layer_types[:kept]
         model = load_causal_lm(path, config, dtype, device, revision, trust_remote_code, num_layers=kept)
-        return cls(model, shape, ids, packing, needs_last_hidden)
+        return cls(model, shape, ids, packing, needs_last_hidden, feature_dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights and of the features."""
+        """Type of the weights."""
         return next(self._trunk.parameters()).dtype
 
     @property
@@ -157,13 +162,14 @@ class Target:
             cache: Used when documents run one by one, where a document's features are the same bits in any packing.
         """
         joined = self._run_packed(tokens) if self.packed else self._run_one_by_one(tokens, cache)
+        joined = joined.to(self.feature_dtype)
         last_hidden = joined[:, self.feature_size :] if self.needs_last_hidden else None
         return FeatureBatch(tokens, joined[:, : self.feature_size], last_hidden)
 
     @torch.no_grad()
     def document_features(self, input_ids: Tensor) -> Tensor:
         """Context features ``[n, L*D]`` of one document run alone; input ids int64 ``[n]``."""
-        return self._run(input_ids)[:, : self.feature_size]
+        return self._run(input_ids)[:, : self.feature_size].to(self.feature_dtype)
 
     def fingerprint(self) -> str:
         """SHA-256 of the shape and of a few weights of every tensor: tells another target, not another folder."""
@@ -184,11 +190,11 @@ class Target:
 
     def _run_one_by_one(self, tokens: TokenBatch, cache: FeatureCache | None) -> Tensor:
         width = self._num_captured * self.shape.hidden_size
-        joined = torch.zeros(len(tokens.input_ids), width, dtype=self.dtype, device=self.device)
+        joined = torch.zeros(len(tokens.input_ids), width, dtype=self.feature_dtype, device=self.device)
         for (start, end), row in zip(tokens.spans, tokens.rows, strict=True):
             document = cache.get(row) if cache else None
             if document is None:
-                document = self._run(tokens.input_ids[start:end])
+                document = self._run(tokens.input_ids[start:end]).to(self.feature_dtype)
                 if cache:
                     cache.put(row, document)
             joined[start:end] = document

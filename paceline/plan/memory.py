@@ -52,7 +52,8 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
     parameters = count_parameters(draft)
     needs_last_hidden = drafter_class(draft.kind).needs_last_hidden
     states = len(draft.target_layer_ids) + needs_last_hidden
-    batch_bytes = int(config.pipeline.tokens_per_batch) * states * shape.hidden_size * target_size
+    feature_size = target_size if needs_last_hidden else draft_size
+    batch_bytes = int(config.pipeline.tokens_per_batch) * states * shape.hidden_size * feature_size
     num_layers = shape.num_layers if needs_last_hidden else draft.target_layer_ids[-1] + 1
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(

@@ -660,3 +660,21 @@ def test_the_head_may_be_kept_in_another_type(folders: dict[str, str]) -> None:
     """The head is a plain record that the drafter casts."""
     head = Target.load(folders["gemma2"], layer_ids=(0,)).head
     assert isinstance(head, Head) and head.to(torch.bfloat16).softcap == 30.0
+
+
+@pytest.mark.parametrize("packing", ["packed", "per_document"])
+def test_features_come_in_the_drafters_type(tmp_path: Path, packing: str) -> None:
+    """Delivered and kept in the type that the drafter would cast them to, to the same bits."""
+    wide = tiny.target("llama", tmp_path / "m", layer_ids=(1, 3), packing=packing)
+    narrow = tiny.target("llama", tmp_path / "m", layer_ids=(1, 3), packing=packing, feature_dtype=torch.bfloat16)
+    tokens, cache = tiny.row((30, 20), 64), FeatureCache(1 << 20)
+    expected = wide.features(tokens).context_feature
+    assert (expected.dtype, narrow.packed) == (torch.float32, packing == "packed")
+    for _ in range(2):
+        found = narrow.features(tokens, cache).context_feature
+        assert found.dtype == torch.bfloat16 and torch.equal(found, expected.bfloat16())
+    if packing == "per_document":
+        kept = cache.get(0)
+        assert kept is not None and kept.dtype == torch.bfloat16
+    ids = tokens.input_ids[:30]
+    assert torch.equal(narrow.document_features(ids), wide.document_features(ids).bfloat16())
