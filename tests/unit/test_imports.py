@@ -1,7 +1,7 @@
 """The one-way rule between rooms, checked on the syntax tree of every file.
 
     cli -> cluster -> train, export, eval, plan -> pipeline, models, data, control -> kernels, dflash
-        -> records, config, errors, files, profiling.stages, profiling.page
+        -> records, config, errors, files, report, profiling.stages, profiling.page
 
 A room may import what stands further right, and itself; rooms on one level do not know each other. Besides:
 
@@ -34,7 +34,7 @@ LEVELS = [
     {"train", "export", "eval", "plan"},
     {"pipeline", "models", "data", "control"},
     {"kernels", "dflash"},
-    {"records", "config", "errors", "files", "profiling.stages", "profiling.page"},
+    {"records", "config", "errors", "files", "report", "profiling.stages", "profiling.page"},
 ]
 LEVEL_OF = {room: depth for depth, rooms in enumerate(LEVELS) for room in rooms}
 ALLOWED_BESIDE_LEVELS = {
