@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,6 +57,25 @@ def remove_leftovers(place: Path) -> None:
         pid = path.name.removeprefix(prefix)
         if path.name.startswith(prefix) and pid.isdecimal() and (int(pid) == os.getpid() or not is_running(int(pid))):
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
+    """Hold a lock file; the kernel lets go of it when the process ends, however it ends.
+
+    Args:
+        busy: Makes the exception to raise if another process holds it, from that process's id.
+    """
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise busy(file.read().strip() or "unknown") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def is_running(pid: int) -> bool:

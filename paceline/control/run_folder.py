@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 from paceline.config import RunConfig, dump_config, load_config
 from paceline.errors import CheckpointError, ConfigError
-from paceline.files import write_atomically
+from paceline.files import locked, write_atomically
 
 
 class RunFolder:
@@ -71,21 +69,13 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run; the kernel lets go of it when the process ends, however it ends.
-
-        Raises: CheckpointError if another process trains here.
-        """
+        """Hold the run. Raises: CheckpointError if another process trains here."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / "run.lock", "a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise CheckpointError(
-                    f"{self.path} is being trained by process {holder}: stop it, or choose another run.dir"
-                ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+
+        def busy(holder: str) -> CheckpointError:
+            return CheckpointError(
+                f"{self.path} is being trained by process {holder}: stop it, or choose another run.dir"
+            )
+
+        with locked(self.path / "run.lock", busy):
             yield

@@ -110,6 +110,18 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         raise ModelError(f"no tokenizer can be loaded from {path}: {first_line(error)}") from error
 
 
+def load_text_model(
+    path: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The whole text part of a model folder or hub id. Raises: ModelError."""
+    config, _ = load_configs(path, revision, trust_remote_code)
+    return load_causal_lm(path, config, dtype, device, revision, trust_remote_code)
+
+
 def load_causal_lm(
     path: str,
     config: Any,
