@@ -32,7 +32,7 @@ def row(
 
 
 def target_config(family: str, **changes: Any) -> Any:
-    """Configuration of a tiny target: llama, qwen3, gemma2, gemma3 or qwen3_5 (hybrid)."""
+    """Configuration of a tiny target: llama, mistral, qwen2 (biases), qwen3, gemma2, gemma3 or qwen3_5 (hybrid)."""
     common: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -49,6 +49,11 @@ def target_config(family: str, **changes: Any) -> Any:
     rope = {"rope_type": "default", "rope_theta": 1000000.0}
     if family == "llama":
         config = transformers.LlamaConfig(**(common | {"rope_parameters": rope} | changes))
+    elif family == "mistral":
+        own = {"rope_parameters": rope, "sliding_window": None}
+        config = transformers.MistralConfig(**(common | own | changes))
+    elif family == "qwen2":
+        config = transformers.Qwen2Config(**(common | {"rope_parameters": rope} | changes))
     elif family == "qwen3":
         config = transformers.Qwen3Config(**(common | {"rope_parameters": rope, "tie_word_embeddings": True} | changes))
     elif family == "gemma2":

@@ -35,6 +35,12 @@ def eval(
         Literal["on", "off"] | None,
         typer.Option(help="`enable_thinking` for the template; by default the template decides."),
     ] = None,
+    ngram: Annotated[
+        bool,
+        typer.Option(
+            "--ngram/--no-ngram", help="Also decode with drafts copied from the text, the same number of tokens."
+        ),
+    ] = True,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the target.")
@@ -44,7 +50,7 @@ def eval(
         typer.Option("--json", metavar="FILE", help="Write the result as JSON; `-`: to stdout, and only that."),
     ] = None,
 ) -> None:
-    """Decode prompts plainly and with the drafter: acceptance length, losslessness, speed."""
+    """Decode prompts plainly, with copied drafts and with the drafter: acceptance length, losslessness, speed."""
     import torch
     from rich.console import Console
 
@@ -76,9 +82,16 @@ def eval(
         max_new_tokens=max_new_tokens,
         stop_ids=cached_target.shape.eos_token_ids,
         block_size=block_size,
+        ngram=ngram,
         on_prompt=lambda result, so_far: _print_prompt(console, result, so_far, len(encoded)),
     )
-    record = {"target": target, "draft": str(draft), "dtype": str(dtype).removeprefix("torch."), **evaluation.as_dict()}
+    record = {
+        "target": target,
+        "draft": str(draft),
+        "dtype": str(dtype).removeprefix("torch."),
+        "kernel": cached_target.kernel,
+        **evaluation.as_dict(),
+    }
     print_evaluation(console, record)
     if json_file == "-":
         typer.echo(json.dumps(record, indent=1))
@@ -92,22 +105,31 @@ def export(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; an earlier export is replaced.")],
     layout: Annotated[
-        Literal["zlab"], typer.Option("--format", help="zlab: read by Transformers (z-lab), vLLM and SGLang.")
+        Literal["zlab", "speculators"],
+        typer.Option(
+            "--format",
+            help="zlab: read by Transformers (z-lab), vLLM and SGLang. speculators: read by vLLM and the package of "
+            "that name; the one for drafters over a part of the vocabulary.",
+        ),
     ] = "zlab",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|ID", help="The target: a model folder or hub id. Needed for, and named in, speculators."
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="Type of the weights in the file.")
     ] = "bfloat16",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the target.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Write a trained drafter as a folder that inference engines load."""
-    import torch
-
-    from paceline.export.zlab import export_zlab, serving_commands
-
-    del layout  # the only one so far
     drafter = load_any_drafter(source)
-    folder = export_zlab(drafter, out, getattr(torch, dtype))
-    num_parameters, commands = sum(p.numel() for p in drafter.parameters()), serving_commands(folder, drafter)
+    folder, commands = export_drafter(drafter, out, layout, dtype, target, trust_remote_code)
+    num_parameters = sum(p.numel() for p in drafter.parameters())
     if as_json:
         typer.echo(json.dumps({"out": str(folder), "parameters": num_parameters, "dtype": dtype, "next": commands}))
         return
@@ -115,12 +137,47 @@ def export(
     typer.echo("\n".join(commands))
 
 
+def export_drafter(
+    drafter: DFlashDrafter,
+    out: Path,
+    layout: str,
+    dtype: str,
+    target: str | None,
+    trust_remote_code: bool = False,
+) -> tuple[Path, list[str]]:
+    """Write a drafter as zlab or speculators: the folder, and commands to go on with.
+
+    Of the target, embedding, head and first layer are loaded, and for speculators alone.
+    Raises: ConfigError if the layout needs a target and there is none, ModelError.
+    """
+    import torch
+
+    from paceline.export import speculators, zlab
+
+    weights_dtype = getattr(torch, dtype)
+    if layout == "zlab":
+        folder = zlab.export_zlab(drafter, out, weights_dtype)
+        return folder, zlab.serving_commands(folder, drafter)
+    if target is None:
+        raise ConfigError(
+            "--format speculators needs --target: the folder names its target, and holds the rows of its head that a "
+            "drafter over a part of the vocabulary uses"
+        )
+    from paceline.models.target import Target
+
+    start = Target.load(target, layer_ids=(0,), dtype=weights_dtype, trust_remote_code=trust_remote_code)
+    folder = speculators.export_speculators(drafter, start, target, out, weights_dtype)
+    return folder, speculators.serving_commands(folder, drafter, target)
+
+
 def load_any_drafter(path: Path) -> DFlashDrafter:
     """A drafter from an exported folder, a run folder or a checkpoint. Raises: ModelError, CheckpointError."""
-    from paceline.export.zlab import is_zlab, load_zlab
+    from paceline.export import speculators, zlab
     from paceline.train.checkpoint import load_drafter
 
-    return load_zlab(path) if is_zlab(path) else load_drafter(path)
+    if zlab.is_zlab(path):
+        return zlab.load_zlab(path)
+    return speculators.load_speculators(path) if speculators.is_speculators(path) else load_drafter(path)
 
 
 def print_evaluation(console: Console, record: dict[str, Any]) -> None:
@@ -130,15 +187,23 @@ def print_evaluation(console: Console, record: dict[str, Any]) -> None:
     table = Table(title=f"{record['draft']} drafting for {record['target']}", show_header=False)
     positions = " ".join(f"{share:.2f}" for share in record["acceptance_per_position"])
     verdict = "yes" if record["lossless"] else f"no: {record['mismatches']} mismatches, {record['ties']} numeric ties"
+    ngram = {}
+    if "ngram_speedup" in record:
+        ngram["copied drafts (n-grams)"] = (
+            f"{record['ngram_tok_per_s']:.1f} tok/s, acceptance length {record['ngram_acceptance_length']:.3f}, "
+            f"speedup {record['ngram_speedup']:.2f}x"
+        )
     rows = {
         "prompts": f"{record['prompts']}, up to {record['max_new_tokens']} tokens each; "
-        f"{record['ended_by_stop']} ended by a stop token",
+        f"{record['ended_by_stop']} ended by a stop token, {record['loops']} by the limit in a loop",
         "acceptance length": f"{record['acceptance_length']:.3f} with blocks of {record['block_size']}",
         "acceptance by position": positions,
         "plain": f"{record['baseline_tok_per_s']:.1f} tok/s",
+        **ngram,
         "speculative": f"{record['speculative_tok_per_s']:.1f} tok/s, {record['draft_frac']:.0%} of the time drafting, "
         f"{record['verify_frac']:.0%} verifying",
-        "speedup": f"{record['speedup']:.2f}x",
+        "speedup": f"{record['speedup']:.2f}x"
+        + (f", {record['speedup_over_ngram']:.2f}x over copied drafts" if ngram else ""),
         "identical outputs": verdict,
     }
     for name, value in rows.items():
@@ -147,16 +212,17 @@ def print_evaluation(console: Console, record: dict[str, Any]) -> None:
     console.print(f"acceptance length = {record['acceptance_rule']}", style="dim")
     for miss in record["first_mismatches"]:
         console.print(
-            f"prompt {miss['prompt']}: token {miss['position']} differs; the target's two best logits are "
-            f"{miss['top2_gap']:.2e} apart: {'rounding' if miss['tie'] else 'a fault'}"
+            f"prompt {miss['prompt']}, {miss['answer']}: token {miss['position']} differs; the two best logits "
+            f"are {miss['top2_gap']:.2e} apart: {'rounding' if miss['tie'] else 'a fault'}"
         )
 
 
 def _print_prompt(console: Console, result: PromptResult, so_far: Evaluation, num_prompts: int) -> None:
-    same = "identical" if result.mismatch is None else f"differs at token {result.mismatch}"
+    same = ", ".join(f"{miss.answer} differs at token {miss.position}" for miss in result.differences) or "identical"
+    copied = f"copied drafts {result.ngram.seconds:.2f} s  " if result.ngram else ""
     console.print(
         f"{len(so_far.results):>4}/{num_prompts}  {len(result.speculative.tokens):>4} tokens  "
-        f"plain {result.plain.seconds:.2f} s  drafted {result.speculative.seconds:.2f} s  "
+        f"plain {result.plain.seconds:.2f} s  {copied}drafted {result.speculative.seconds:.2f} s  "
         f"acceptance length {result.speculative.acceptance.length:.2f}  {same}"
     )
 

@@ -11,24 +11,28 @@ sides. Shape letters: K block size, L taps, D hidden, M key/value heads, H head 
 
 from __future__ import annotations
 
-import inspect
+import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import ModelError
+from paceline.eval.forwards import Forward, ModelForward
+from paceline.eval.lean import LEAN, LeanForward, difference, obstacle
+from paceline.eval.ngram import NgramDrafter
 from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import pack_head, pack_layers
 from paceline.models.draft import ContextKV, DFlashDrafter
 from paceline.models.loading import TargetShape, load_causal_lm, read_shape
+
+log = logging.getLogger(__name__)
 
 
 class TargetSide(Protocol):
@@ -52,11 +56,14 @@ class DraftSide(Protocol):
 
     num_predicted: int
 
-    def extend(self, features: Tensor) -> None:
-        """Append context features ``[n, L*D]``."""
+    def extend(self, tokens: Sequence[int], features: Callable[[], Tensor]) -> None:
+        """Append tokens to the context; `features()` are theirs, ``[n, L*D]``, made only if asked for."""
 
     def propose(self, anchor: int) -> list[int]:
-        """Up to `num_predicted` tokens to follow the token `anchor`, which stands right after the context."""
+        """Up to `num_predicted` tokens, or none, to follow the token `anchor`, which stands right after the context."""
+
+
+Origin = Literal["prefill", "drafted", "target"]
 
 
 @dataclass
@@ -69,6 +76,7 @@ class Decoded:
         acceptance: The same rounds as counts; empty for plain decoding.
         stopped: Whether a stop token ended it; False: the length limit did.
         prefill_s, draft_s, verify_s: Wall time by part; rolling back counts as verifying.
+        rounds_s: Wall time of each round after the prefill, drafting and verifying.
     """
 
     tokens: list[int]
@@ -78,6 +86,7 @@ class Decoded:
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    rounds_s: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -88,6 +97,27 @@ class Decoded:
     def decode_s(self) -> float:
         """Wall time after the prefill, which made the first token."""
         return self.draft_s + self.verify_s
+
+    def origins(self) -> list[Origin]:
+        """Where each token of the answer came from: the prefill, an accepted draft, or the target in a round.
+
+        Without a drafter every token after the first is the target's.
+        """
+        origins: list[Origin] = ["prefill"]
+        for num_accepted in self.num_accepted_tokens:
+            origins += ["drafted"] * num_accepted
+            origins.append("target")
+        origins += ["target"] * (len(self.tokens) - len(origins))
+        return origins[: len(self.tokens)]  # a stop token or the limit may cut the last round's own token
+
+    def token_times_s(self) -> list[float]:
+        """When each token of the answer was there, counted from the prefill's start; those of a round come together."""
+        times, now = [self.prefill_s], self.prefill_s
+        per_round = [n + 1 for n in self.num_accepted_tokens] or [1] * len(self.rounds_s)
+        for seconds, num_tokens in zip(self.rounds_s, per_round, strict=True):
+            now += seconds
+            times += [now] * num_tokens
+        return times[: len(self.tokens)]
 
 
 def decode(
@@ -116,17 +146,21 @@ def decode(
     first = target.prefill(prompt_ids)
     answer = Decoded([first], Acceptance(drafter.num_predicted if drafter else 0), stopped=first in stop_ids)
     answer.prefill_s = time.perf_counter() - start
+    joined: Sequence[int] = prompt_ids  # tokens that joined the context since the last draft
     while not answer.stopped and len(answer.tokens) < max_new_tokens:
         anchor, left = answer.tokens[-1], max_new_tokens - len(answer.tokens)
         start = time.perf_counter()
-        drafted = _draft(target, drafter, anchor)[:left] if drafter else []
+        drafted = _draft(target, drafter, joined, anchor)[:left] if drafter else []
         drafted_at = time.perf_counter()
         answer.draft_s += drafted_at - start
         following = target.verify([anchor, *drafted])
         num_hits = _leading_hits(drafted, following)
         committed = _until_stop([*drafted[:num_hits], following[num_hits]][:left], stop_ids)
         target.keep(len(committed))
-        answer.verify_s += time.perf_counter() - drafted_at
+        ended_at = time.perf_counter()
+        answer.verify_s += ended_at - drafted_at
+        answer.rounds_s.append(ended_at - start)
+        joined = [anchor, *committed[:-1]]
         answer.tokens += committed
         answer.stopped = committed[-1] in stop_ids
         if drafter:
@@ -136,8 +170,8 @@ def decode(
     return answer
 
 
-def _draft(target: TargetSide, drafter: DraftSide, anchor: int) -> list[int]:
-    drafter.extend(target.features())
+def _draft(target: TargetSide, drafter: DraftSide, joined: Sequence[int], anchor: int) -> list[int]:
+    drafter.extend(joined, target.features)
     return drafter.propose(anchor)
 
 
@@ -161,6 +195,24 @@ def plain_decode(
     """
     target.check_length(len(prompt_ids), max_new_tokens)
     return decode(target, None, prompt_ids, max_new_tokens, stop_ids)
+
+
+@torch.inference_mode()
+def ngram_decode(
+    target: CachedTarget,
+    num_predicted: int,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+) -> Decoded:
+    """Greedy decoding with drafts copied from prompt and answer: what a drafter that learned nothing is worth.
+
+    Args:
+        num_predicted: Tokens drafted at most in a round.
+    Raises: ModelError if the answer may run past the target's positions.
+    """
+    target.check_length(len(prompt_ids), max_new_tokens)
+    return decode(target, NgramDrafter(num_predicted), prompt_ids, max_new_tokens, stop_ids)
 
 
 @torch.inference_mode()
@@ -234,12 +286,12 @@ class ContextDrafter:
         self._keys, self._values = torch.empty(size, dtype=self._dtype, device=self._device)
         self._num_context = 0
 
-    def extend(self, features: Tensor) -> None:
+    def extend(self, tokens: Sequence[int], features: Callable[[], Tensor]) -> None:
         """Write the context's next keys and values, from features ``[n, L*D]``, behind the others."""
-        end = self._num_context + len(features)
+        end = self._num_context + len(tokens)
         positions = torch.arange(self._num_context, end, device=self._device)
         with self._autocast:
-            fused = self._drafter.context_kv(features.to(self._dtype), positions)
+            fused = self._drafter.context_kv(features().to(self._dtype), positions)
         for layer, (key, value) in enumerate(fused):
             self._keys[layer, self._num_context : end] = key
             self._values[layer, self._num_context : end] = value
@@ -265,29 +317,37 @@ class CachedTarget:
         layer_ids: Tapped layers; empty where nothing is drafted.
         embed: The target's embedding module (it scales where the family scales).
         head: The target's output head, for the drafter.
+        kernel: What computes the forward, and why, in one line.
     """
 
     def __init__(self, model: Any, shape: TargetShape, layer_ids: Sequence[int]) -> None:
         """Tap a loaded Transformers causal LM that has all its layers; `CachedTarget.load` is the usual way.
 
-        On a CPU its linear layers are packed in place (see `eval.packed`).
+        Where `eval.lean` can do what the model does, and a probe shows that it does, the model is not kept: its own
+        weights are freed with the caller's last reference. Elsewhere its linear layers are packed in place if possible.
         """
-        trunk = model.get_decoder()
         self.shape = shape
         self.layer_ids = tuple(layer_ids)
-        self.embed: nn.Module = trunk.embed_tokens
+        self.embed: nn.Module = model.get_decoder().embed_tokens
         model.requires_grad_(False)
         self.head = pack_head(Head(model.get_output_embeddings().weight.detach(), shape.softcap, shape.logit_scale))
-        pack_layers(model, self.head)
-        self._model = model
-        # `past_key_values` became `cache` in Transformers 5.24
-        parameters = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self._taps: list[Tensor] = [torch.empty(0)] * len(self.layer_ids)
-        for place, layer in enumerate(self.layer_ids):
-            trunk.layers[layer].register_forward_hook(self._capture(place))
-        self._cache = _RollbackCache(trunk)
+        self._forward, self.kernel = self._choose_forward(model)
         self._num_appended = 0
+
+    def _choose_forward(self, model: Any) -> tuple[Forward, str]:
+        """The lean forward where it fits, the model itself elsewhere; and which of the two, and why."""
+        whole = ModelForward(model, self.layer_ids)
+        reason = obstacle(model, self.head)
+        if reason is None:
+            lean = LeanForward(model, self.head, self.layer_ids)
+            reason = difference(lean, whole, self.shape.vocab_size)
+            if reason is None:
+                whole.untap()
+                return lean, LEAN
+        packed = " with packed linears" if pack_layers(model, self.head) else ""
+        kernel = f"Transformers' own forward{packed}: {reason}"
+        log.info("decoding with %s", kernel)
+        return whole, kernel
 
     @classmethod
     def load(
@@ -327,9 +387,8 @@ class CachedTarget:
 
     def prefill(self, prompt_ids: Sequence[int]) -> int:
         """Forget the last sequence, run the prompt, return the greedy token after it."""
-        self._cache.clear()
-        logits = self._append(prompt_ids, logits_to_keep=1)
-        return int(logits[-1].argmax())
+        self._forward.clear()
+        return int(self._append(prompt_ids, last_only=True)[-1].argmax())
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append tokens; the greedy token after each."""
@@ -337,110 +396,20 @@ class CachedTarget:
 
     def keep(self, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` of the tokens just verified."""
-        self._cache.keep(num_tokens)
+        self._forward.keep(num_tokens)
         self._num_appended = num_tokens
 
     def features(self) -> Tensor:
         """Tapped states of the tokens last appended and kept, joined: ``[n, L*D]``."""
-        return torch.cat([tap[: self._num_appended] for tap in self._taps], dim=-1)
+        return torch.cat([tap[: self._num_appended] for tap in self._forward.taps], dim=-1)
 
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 ``[V]`` logits after a sequence, computed afresh in one forward."""
-        self._cache.clear()
-        return self._append(token_ids, logits_to_keep=1)[-1].float()
+        self._forward.clear()
+        return self._append(token_ids, last_only=True)[-1].float()
 
-    def _append(self, tokens: Sequence[int], **options: Any) -> Tensor:
-        """Run tokens behind the cached ones; logits ``[n, V]``."""
+    def _append(self, tokens: Sequence[int], last_only: bool = False) -> Tensor:
+        """Run tokens behind the sequence; logits ``[n, V]`` after each, or ``[1, V]`` after the last."""
         self._num_appended = len(tokens)
-        self._cache.before(len(tokens))
-        ids = torch.tensor([list(tokens)], device=self.device)
-        options[self._cache_name] = self._cache.cache
-        return self._model(input_ids=ids, use_cache=True, **options).logits[0]
-
-    def _capture(self, place: int) -> Any:
-        taps = self._taps  # not self: the model would then refer to its owner in a circle
-
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:  # a hook that returns something replaces output
-            taps[place] = (output[0] if isinstance(output, tuple) else output)[0]
-
-        return hook
-
-
-class _RollbackCache:
-    """A Transformers cache that can take tokens back, for every kind of layer.
-
-    Keys and values are sliced here: `DynamicCache.crop` changed its meaning over versions, and layers with a sliding
-    window drop keys that a rollback needs again, so they are kept whole and the window is left to the model's masks.
-    Layers with a recurrent state (gated delta rule) cannot be sliced: their state before the block is copied, put
-    back, and the mixer alone is run again on the kept tokens, whose inputs were saved. The layers around it need no
-    second run, as what they made of the kept tokens did not depend on the later ones.
-    """
-
-    def __init__(self, trunk: Any) -> None:
-        self._trunk = trunk
-        self._mixers: dict[int, nn.Module] = {}
-        self._mixer_inputs: dict[int, Tensor] = {}
-        self._snapshot: dict[int, list[Tensor]] = {}
-        self.cache: Any
-        self._base = self._num_appended = 0
-        self.clear()
-        for i, layer in enumerate(self.cache.layers):
-            if isinstance(layer, LinearAttentionLayer):
-                self._mixers[i] = self._find_mixer(i)
-                self._mixers[i].register_forward_pre_hook(self._save_input(i), with_kwargs=True)
-
-    def clear(self) -> None:
-        """Start a new sequence."""
-        self.cache = transformers.DynamicCache(config=self._trunk.config)
-        for i, layer in enumerate(self.cache.layers):
-            if type(layer) is DynamicSlidingWindowLayer:
-                self.cache.layers[i] = DynamicLayer()
-            elif type(layer) not in (DynamicLayer, LinearAttentionLayer):
-                raise ModelError(
-                    f"{self._trunk.config.model_type}: layer {i} keeps its past in a {type(layer).__name__}, which "
-                    "cannot be rolled back; speculative decoding needs keys and values or a `linear_attn` mixer"
-                )
-        self._base = self._num_appended = 0
-
-    def before(self, num_tokens: int) -> None:
-        """Announce a forward over `num_tokens`."""
-        self._base += self._num_appended
-        self._num_appended = num_tokens
-        if self._base and num_tokens > 1:  # the prompt and a single token are never taken back
-            self._snapshot = {i: [state.clone() for state in self._states(i)] for i in self._mixers}
-
-    def keep(self, num_tokens: int) -> None:
-        """Take back all but the first `num_tokens` tokens of the last forward; at least one stays."""
-        if num_tokens == self._num_appended:
-            return
-        end = self._base + num_tokens
-        for i, layer in enumerate(self.cache.layers):
-            if i in self._mixers:
-                for state, before in zip(self._states(i), self._snapshot[i], strict=True):
-                    state.copy_(before)
-                self._mixers[i](self._mixer_inputs[i][:, :num_tokens], self.cache)
-            elif layer.get_seq_length():  # layers that share another's keys hold none
-                layer.keys, layer.values = layer.keys[..., :end, :], layer.values[..., :end, :]
-        self._num_appended = num_tokens
-
-    def _states(self, layer: int) -> list[Tensor]:
-        linear = self.cache.layers[layer]
-        return [linear.conv_states[0], linear.recurrent_states[0]]
-
-    def _find_mixer(self, layer: int) -> nn.Module:
-        mixer = getattr(self._trunk.layers[layer], "linear_attn", None)
-        if mixer is None:
-            raise ModelError(
-                f"{self._trunk.config.model_type}: layer {layer} has a recurrent state but no `linear_attn` mixer, so "
-                "rejected tokens cannot be rolled back"
-            )
-        return mixer
-
-    def _save_input(self, layer: int) -> Any:
-        inputs = self._mixer_inputs
-
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
+        return self._forward.append(tokens, last_only)

@@ -1,13 +1,16 @@
-"""A drafter on real prompts: acceptance length, losslessness and wall-clock speed against plain decoding."""
+"""A drafter on real prompts: acceptance length, losslessness and wall-clock speed against plain decoding.
+
+Drafts that are copied from the text so far (`eval.ngram`) run beside: a trained drafter has to beat those as well.
+"""
 
 from __future__ import annotations
 
 import copy
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -16,8 +19,8 @@ from paceline import __version__
 from paceline.data.readers import Rejection, decode_record, read_lines
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import DataError
-from paceline.eval.decode import CachedTarget, Decoded, plain_decode, speculative_decode
-from paceline.kernels.packed_linear import pack_layers
+from paceline.eval.decode import CachedTarget, Decoded, ngram_decode, plain_decode, speculative_decode
+from paceline.kernels.packed_linear import PackedLinear, pack_layers
 from paceline.models.draft import DFlashDrafter
 
 ACCEPTANCE_RULE = (
@@ -34,85 +37,158 @@ WARM_UP_TOKENS = 8
 """Tokens of the uncounted first answers."""
 
 
+MAX_LOOP_PERIOD = 24
+"""Longest repeated piece that counts as a loop."""
+
+LOOP_REPEATS = 3
+"""Times that a piece stands at the end of an answer that loops."""
+
+
 @dataclass(frozen=True)
-class PromptResult:
-    """One prompt, decoded both ways.
+class Difference:
+    """Where an answer first leaves the plain one.
 
     Attributes:
-        mismatch: First position at which the answers differ; None if they are equal.
-        gap: There, how far the target's best logit lies above its second best.
+        answer: Which one.
+        position: Token of the answer.
+        top2_gap: There, how far the target's best logit lies above its second best.
         is_tie: Whether the gap is within rounding.
+    """
+
+    answer: Literal["speculative", "ngram"]
+    position: int
+    top2_gap: float
+    is_tie: bool
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt, decoded every way.
+
+    Attributes:
+        ngram: With drafts copied from the text; None where this was not run.
+        differences: At most one an answer; empty if all are the plain one, token for token.
     """
 
     plain: Decoded
     speculative: Decoded
-    mismatch: int | None = None
-    gap: float | None = None
-    is_tie: bool = False
+    ngram: Decoded | None = None
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether the answer ran into the limit while it repeated itself."""
+        return not self.plain.stopped and ends_in_loop(self.plain.tokens)
 
 
 @dataclass
 class Evaluation:
     """Results of all prompts; lengths, rates and fractions are derived at the end.
 
+    What an answer is like (ended, loops) is asked of the plain one; the others are equal or counted as different.
+
     Attributes:
         max_new_tokens: Length limit of an answer.
         block_size: Slots used.
-        acceptance: Pooled over the prompts.
+        num_predicted: Tokens drafted at most in a round, by the drafter and from n-grams.
+        has_ngram: Whether n-gram drafting was run.
     """
 
     max_new_tokens: int
     block_size: int
-    acceptance: Acceptance
+    num_predicted: int
+    has_ngram: bool = False
     results: list[PromptResult] = field(default_factory=list)
 
-    def add(self, result: PromptResult) -> None:
-        """Count one more prompt."""
-        self.results.append(result)
-        self.acceptance += result.speculative.acceptance
+    def ended(self) -> Evaluation:
+        """The same over the answers that a stop token ended: others may be loops, which are easy to draft."""
+        return replace(self, results=[result for result in self.results if result.plain.stopped])
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Of the drafter, pooled over the prompts."""
+        return self._pooled([result.speculative for result in self.results])
+
+    @property
+    def ngram_acceptance(self) -> Acceptance:
+        """Of n-gram drafting, pooled over the prompts; a round without a draft counts as one that accepted none."""
+        return self._pooled(self._ngram_answers)
+
+    @property
+    def num_not_ended(self) -> int:
+        """Answers that the length limit ended."""
+        return sum(not result.plain.stopped for result in self.results)
+
+    @property
+    def num_loops(self) -> int:
+        """Of these, answers that repeat themselves at their end."""
+        return sum(result.is_loop for result in self.results)
 
     @property
     def num_ties(self) -> int:
         """Answers that differ first where the target's two best tokens are equal within rounding."""
-        return sum(result.is_tie for result in self.results)
+        return sum(difference.is_tie for result in self.results for difference in result.differences)
 
     @property
     def num_mismatches(self) -> int:
         """Answers that differ otherwise: a fault."""
-        return sum(result.mismatch is not None for result in self.results) - self.num_ties
+        return sum(len(result.differences) for result in self.results) - self.num_ties
 
     @property
     def is_lossless(self) -> bool:
         """Whether every answer is the plain one, token for token."""
-        return all(result.mismatch is None for result in self.results)
+        return not any(result.differences for result in self.results)
 
     @property
     def speedup(self) -> float:
         """Speculative over plain tokens per second, prefill included in both."""
         return _ratio(_tok_per_s([r.speculative for r in self.results]), _tok_per_s([r.plain for r in self.results]))
 
+    @property
+    def _ngram_answers(self) -> list[Decoded]:
+        return [result.ngram for result in self.results if result.ngram is not None]
+
+    def _pooled(self, answers: Sequence[Decoded]) -> Acceptance:
+        total = Acceptance(self.num_predicted)
+        for answer in answers:
+            total += answer.acceptance
+        return total
+
     def as_dict(self) -> dict[str, Any]:
         """The result record.
 
         Rates are generated tokens over wall seconds, prefill included; those with ``decode`` leave out the prefill and
         the token that it makes. Fractions are of the speculative wall time; the rest is prefill. `first_mismatches`
-        lists prompt number, position in the answer, and the target's top-2 logit gap there.
+        lists prompt number, which answer it is, position in it, and the target's top-2 logit gap there. Keys with
+        ``ngram`` are there only if that was run; `speedup_over_ngram` is speculative over n-gram tokens per second.
         """
         plain, speculative = [r.plain for r in self.results], [r.speculative for r in self.results]
         seconds = sum(answer.seconds for answer in speculative)
+        ngram: dict[str, float] = {}
+        if self.has_ngram:
+            ngram_tok_per_s = _tok_per_s(self._ngram_answers)
+            ngram = {
+                "ngram_tok_per_s": ngram_tok_per_s,
+                "ngram_acceptance_length": self.ngram_acceptance.length,
+                "ngram_speedup": _ratio(ngram_tok_per_s, _tok_per_s(plain)),
+                "speedup_over_ngram": _ratio(_tok_per_s(speculative), ngram_tok_per_s),
+            }
+        acceptance = self.acceptance
         return {
             "block_size": self.block_size,
             "prompts": len(self.results),
             "max_new_tokens": self.max_new_tokens,
-            "acceptance_length": self.acceptance.length,
+            "acceptance_length": acceptance.length,
             "acceptance_rule": ACCEPTANCE_RULE,
-            "acceptance_per_position": self.acceptance.per_position,
-            "rounds": self.acceptance.rounds,
+            "acceptance_per_position": acceptance.per_position,
+            "rounds": acceptance.rounds,
             "generated_tokens": sum(len(answer.tokens) for answer in speculative),
-            "ended_by_stop": sum(answer.stopped for answer in speculative),
+            "ended_by_stop": len(self.results) - self.num_not_ended,
+            "loops": self.num_loops,
             "baseline_tok_per_s": _tok_per_s(plain),
             "speculative_tok_per_s": _tok_per_s(speculative),
             "speedup": self.speedup,
+            **ngram,
             "baseline_decode_tok_per_s": _decode_tok_per_s(plain),
             "speculative_decode_tok_per_s": _decode_tok_per_s(speculative),
             "draft_frac": _ratio(sum(answer.draft_s for answer in speculative), seconds),
@@ -121,9 +197,15 @@ class Evaluation:
             "mismatches": self.num_mismatches,
             "ties": self.num_ties,
             "first_mismatches": [
-                {"prompt": number, "position": result.mismatch, "top2_gap": result.gap, "tie": result.is_tie}
+                {
+                    "prompt": number,
+                    "answer": difference.answer,
+                    "position": difference.position,
+                    "top2_gap": difference.top2_gap,
+                    "tie": difference.is_tie,
+                }
                 for number, result in enumerate(self.results)
-                if result.mismatch is not None
+                for difference in result.differences
             ],
             "versions": {
                 "paceline": __version__,
@@ -132,6 +214,19 @@ class Evaluation:
                 "transformers": transformers.__version__,
             },
         }
+
+
+def packed_copy(drafter: DFlashDrafter, target: CachedTarget) -> DFlashDrafter:
+    """A frozen copy of a drafter, its linear layers packed where that is possible (float32 on a CPU).
+
+    A copy, as packed layers do not follow further training. `evaluate` makes one by itself, and takes one that is
+    already packed as it is: whoever evaluates more than once makes it once.
+    """
+    if isinstance(drafter.fc, PackedLinear):
+        return drafter
+    drafter = copy.deepcopy(drafter).requires_grad_(False)
+    pack_layers(drafter, target.head)
+    return drafter
 
 
 def evaluate(
@@ -143,54 +238,79 @@ def evaluate(
     stop_ids: Collection[int],
     block_size: int | None = None,
     dtype: torch.dtype | None = None,
+    ngram: bool = True,
     on_prompt: Callable[[PromptResult, Evaluation], None] = lambda result, so_far: None,
 ) -> Evaluation:
-    """Decode every prompt plainly and with the drafter, in turn, so that a slow moment of the machine hits both.
+    """Decode every prompt plainly, with n-gram drafts and with the drafter.
 
-    The first prompt is decoded once before and not counted: first calls pay for allocation and compilation.
+    The ways take turns, and which comes first rotates from prompt to prompt, so that a slow moment of the machine hits
+    all. The first prompt is decoded once before and not counted: first calls pay for allocation and compilation.
 
     Args:
         prompts: Token ids of each.
         block_size, dtype: As in `speculative_decode`.
+        ngram: Whether to run n-gram drafting, which then drafts as many tokens at most as the drafter.
         on_prompt: Called after each prompt with its result and all results so far.
     Raises: ModelError if target and drafter do not fit together, or a prompt is too long.
     """
-
-    def plain(prompt: Sequence[int], limit: int = max_new_tokens) -> Decoded:
-        return plain_decode(target, prompt, limit, stop_ids)
-
-    def speculative(prompt: Sequence[int], limit: int = max_new_tokens) -> Decoded:
-        return speculative_decode(target, drafter, prompt, limit, stop_ids, block_size, dtype)
-
     for prompt in prompts:  # rather than after the others have run
         target.check_length(len(prompt), max_new_tokens)
-    if dtype in (None, torch.float32):  # a copy, as packed layers do not follow further training
-        drafter = copy.deepcopy(drafter).requires_grad_(False)
-        pack_layers(drafter, target.head)
+    if dtype in (None, torch.float32):
+        drafter = packed_copy(drafter, target)
     block_size = block_size or drafter.shape.block_size
-    total = Evaluation(max_new_tokens, block_size, Acceptance(block_size - 1 + drafter.label_shift))
+    num_predicted = block_size - 1 + drafter.label_shift
+    ways: dict[str, Callable[[Sequence[int], int], Decoded]] = {
+        "plain": lambda prompt, limit: plain_decode(target, prompt, limit, stop_ids),
+        "ngram": lambda prompt, limit: ngram_decode(target, num_predicted, prompt, limit, stop_ids),
+        "speculative": lambda prompt, limit: speculative_decode(
+            target, drafter, prompt, limit, stop_ids, block_size, dtype
+        ),
+    }
+    if not ngram:
+        del ways["ngram"]
+    total = Evaluation(max_new_tokens, block_size, num_predicted, has_ngram=ngram)
+    order = list(ways)
     for prompt in prompts[:1]:
-        plain(prompt, min(WARM_UP_TOKENS, max_new_tokens))
-        speculative(prompt, min(WARM_UP_TOKENS, max_new_tokens))
-    for number, prompt in enumerate(prompts):
-        if number % 2:
-            drafted, baseline = speculative(prompt), plain(prompt)
-        else:
-            baseline, drafted = plain(prompt), speculative(prompt)
-        result = compare(target, prompt, baseline, drafted)
-        total.add(result)
+        for name in order:
+            ways[name](prompt, min(WARM_UP_TOKENS, max_new_tokens))
+    for prompt in prompts:
+        answers = {name: ways[name](prompt, max_new_tokens) for name in order}
+        order = [*order[1:], order[0]]
+        result = compare(target, prompt, **answers)
+        total.results.append(result)
         on_prompt(result, total)
     return total
 
 
-def compare(target: CachedTarget, prompt_ids: Sequence[int], plain: Decoded, speculative: Decoded) -> PromptResult:
-    """Compare two answers token by token; at a difference, ask the target how sure it is there."""
-    mismatch = first_difference(plain.tokens, speculative.tokens)
-    if mismatch is None:
-        return PromptResult(plain, speculative)
-    best = target.next_logits([*prompt_ids, *plain.tokens[:mismatch]]).topk(2).values
-    gap = float(best[0] - best[1])
-    return PromptResult(plain, speculative, mismatch, gap, is_tie=gap < TIE_GAP[target.dtype])
+def compare(
+    target: CachedTarget,
+    prompt_ids: Sequence[int],
+    plain: Decoded,
+    speculative: Decoded,
+    ngram: Decoded | None = None,
+) -> PromptResult:
+    """Compare answers with the plain one, token by token; at a difference, ask the target how sure it is there."""
+    differences = []
+    named: list[tuple[Literal["speculative", "ngram"], Decoded | None]] = [
+        ("speculative", speculative),
+        ("ngram", ngram),
+    ]
+    for name, answer in named:
+        position = None if answer is None else first_difference(plain.tokens, answer.tokens)
+        if position is not None:
+            best = target.next_logits([*prompt_ids, *plain.tokens[:position]]).topk(2).values
+            gap = float(best[0] - best[1])
+            differences.append(Difference(name, position, gap, is_tie=gap < TIE_GAP[target.dtype]))
+    return PromptResult(plain, speculative, ngram, tuple(differences))
+
+
+def ends_in_loop(tokens: Sequence[int]) -> bool:
+    """Whether a piece of at most `MAX_LOOP_PERIOD` tokens stands `LOOP_REPEATS` times in a row at the end."""
+    for period in range(1, MAX_LOOP_PERIOD + 1):
+        tail = list(tokens[-period * LOOP_REPEATS :])
+        if len(tail) == period * LOOP_REPEATS and tail == tail[:period] * LOOP_REPEATS:
+            return True
+    return False
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

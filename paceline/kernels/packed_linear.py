@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from paceline.kernels.linear_cross_entropy import Head
 
 MAX_PACKED_BYTES = 4 << 30
-"""Weights up to which a model is packed: packing keeps a second copy of them."""
+"""Weights up to which a model is packed: packing makes a second copy of them."""
 
 ROWS_HINT = 8
 """Rows that the layout is chosen for; one chosen for a single row is 1.6x slower at eight."""
@@ -47,6 +47,10 @@ class PackedHead(Head):
         logits = packed_product(hidden, self.packed, None) * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    def rows(self, token_ids: Tensor) -> Head:
+        """A head over some tokens only, int64 ``[R]``, packed as well."""
+        return pack_head(super().rows(token_ids))
+
     def to(self, dtype: torch.dtype) -> Head:
         """The same head; an ordinary one in another type than float32."""
         return self if dtype == torch.float32 else super().to(dtype)
@@ -59,28 +63,64 @@ def pack_head(head: Head) -> Head:
     return PackedHead(head.weight, head.softcap, head.scale, _pack(head.weight))
 
 
-def pack_layers(model: nn.Module, head: Head) -> None:
+@dataclass(frozen=True)
+class JoinedLinear:
+    """Frozen float32 linear layers that read the same input, as one packed product; their outputs stand side by side.
+
+    Attributes:
+        packed: Of the weights one below the other, ``[V, D]``.
+        bias: ``[V]``, with zeros for layers that have none; None if no layer has one.
+    """
+
+    packed: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *layers: nn.Linear) -> JoinedLinear:
+        """Pack copies of the layers' weights; the layers stay as they are."""
+        packed = _pack(torch.cat([layer.weight.detach() for layer in layers]))
+        if all(layer.bias is None for layer in layers):
+            return cls(packed, None)
+        biases = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
+        return cls(packed, torch.cat(biases))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[R, D]`` to ``[R, V]``; R is at least `MIN_ROWS`, or it is slow."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def pack_layers(model: nn.Module, head: Head) -> bool:
     """Pack the linear layers of a frozen model in place, where that is possible and the model is not too large.
 
     Args:
         head: From `pack_head`; a layer with the same weight shares its copy.
+    Returns: whether any layer was packed.
     """
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    if num_bytes > MAX_PACKED_BYTES or not can_pack():
-        return
+    if is_too_large(model) or not can_pack():
+        return False
+    num_packed = 0
     for module in model.modules():
         if type(module) is nn.Linear and _is_packable(module.weight):
             is_head = isinstance(head, PackedHead) and module.weight.data_ptr() == head.weight.data_ptr()
             module.packed = head.packed if is_head else _pack(module.weight)  # type: ignore[attr-defined]  # is_head
             module.__class__ = PackedLinear  # the class alone changes: whoever asks for the weight still finds it
+            num_packed += 1
+    return num_packed > 0
+
+
+def is_too_large(model: nn.Module) -> bool:
+    """Whether the second copy of its weights that packing makes is better not made."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) > MAX_PACKED_BYTES
 
 
 def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` for ``[..., D]`` inputs and a packed weight ``[V, D]``: ``[..., V]``."""
     rows = x.reshape(-1, x.shape[-1])
-    padding = max(0, MIN_ROWS - len(rows))
-    product = torch.ops.mkldnn._linear_pointwise(F.pad(rows, (0, 0, 0, padding)), packed, bias, "none", [], "")
-    return product[: len(rows)].view(*x.shape[:-1], product.shape[-1])
+    num_rows = rows.shape[0]
+    if num_rows < MIN_ROWS:
+        rows = F.pad(rows, (0, 0, 0, MIN_ROWS - num_rows))
+    product = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return product[:num_rows].view(*x.shape[:-1], product.shape[-1])
 
 
 @functools.cache

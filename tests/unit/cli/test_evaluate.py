@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from paceline.cli import evaluate
+from paceline.errors import ConfigError
 from paceline.export.zlab import export_zlab, load_zlab
 from paceline.train.checkpoint import TrainState, load_drafter, save
 from tests import tiny
@@ -33,7 +34,8 @@ class Tokenizer:
         return {"input_ids": [ord(c) for c in text]}
 
 
-def test_eval_writes_one_json_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ngram", [True, False])
+def test_eval_writes_one_json_record(ngram: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--json -` prints the record and nothing else to stdout; the table for people goes elsewhere."""
     monkeypatch.setattr("paceline.models.loading.load_tokenizer", lambda *args, **kwargs: Tokenizer())
     target = tiny.save(tiny.causal_lm("llama"), tmp_path / "target")
@@ -41,12 +43,16 @@ def test_eval_writes_one_json_record(tmp_path: Path, monkeypatch: pytest.MonkeyP
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc"}\n{"question": "de"}\n', encoding="utf-8")
     options = ["--target", target, "--draft", str(draft), "--prompts", str(prompts), "--device", "cpu"]
-    result = CliRunner().invoke(app, ["eval", *options, "--max-new-tokens", "6", "--json", "-"])
+    result = CliRunner().invoke(
+        app, ["eval", *options, "--max-new-tokens", "6", "--json", "-", *([] if ngram else ["--no-ngram"])]
+    )
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["target"], record["draft"], record["prompts"]) == (target, str(draft), 2)
     assert record["lossless"] is True
     assert record["block_size"] == 4
+    assert record["kernel"]
+    assert ("ngram_tok_per_s" in record) == ("copied drafts" in result.stderr) == ngram
     assert "acceptance length = tokens committed / target forwards" in result.stderr
 
 
@@ -65,3 +71,31 @@ def test_export_takes_a_run_folder(tmp_path: Path) -> None:
         assert torch.equal(weight, load_drafter(run).state_dict()[name])
     assert '"num_speculative_tokens": 3' in result.stdout
     assert "--speculative-num-draft-tokens 4" in result.stdout
+
+
+def test_a_part_of_the_vocabulary_goes_as_speculators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its target named a drafter over some tokens is exported, evaluated from there, and exported again."""
+    monkeypatch.setattr("paceline.models.loading.load_tokenizer", lambda *args, **kwargs: Tokenizer())
+    target = tiny.save(tiny.causal_lm("llama"), tmp_path / "target")
+    drafter = tiny.drafter(tiny.draft_shape(draft_vocab_size=90))
+    drafter.set_draft_vocab(torch.arange(0, 270, 3))
+    run, out = tmp_path / "run", tmp_path / "out"
+    optimizer = torch.optim.AdamW(drafter.parameters())
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    save(run / "checkpoints", TrainState(1, 1, 0, 1, 32, None, None, "t", "d"), drafter, optimizer, keep_last=1)
+    export = ["export", str(run), "--out", str(out), "--format", "speculators"]
+    with pytest.raises(ConfigError, match="--format speculators needs --target"):
+        CliRunner().invoke(app, export, catch_exceptions=False)
+    result = CliRunner().invoke(app, [*export, "--target", target, "--json"], catch_exceptions=False)
+    assert json.loads(result.stdout)["next"][1].startswith(f"vLLM: vllm serve {target} --speculative-config")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n', encoding="utf-8")
+    options = ["--target", target, "--draft", str(out), "--prompts", str(prompts), "--device", "cpu", "--json", "-"]
+    result = CliRunner().invoke(app, ["eval", *options, "--max-new-tokens", "6"], catch_exceptions=False)
+    assert json.loads(result.stdout)["lossless"] is True
+    again = ["export", str(out), "--out", str(tmp_path / "again"), "--format", "speculators", "--target", target]
+    CliRunner().invoke(app, again, catch_exceptions=False)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()

@@ -10,10 +10,19 @@ import torch
 import transformers
 from torch import Tensor
 
+from paceline.dflash.acceptance import Acceptance
 from paceline.dflash.anchors import make_anchors
 from paceline.dflash.blocks import block_positions, make_noise_blocks
 from paceline.errors import ModelError
-from paceline.eval.decode import CachedTarget, ContextDrafter, decode, plain_decode, speculative_decode
+from paceline.eval.decode import (
+    CachedTarget,
+    ContextDrafter,
+    Decoded,
+    decode,
+    ngram_decode,
+    plain_decode,
+    speculative_decode,
+)
 from paceline.kernels.attention import BlockLayout
 from paceline.models.draft import DFlashDrafter
 from paceline.models.target import Target
@@ -61,7 +70,7 @@ class ScriptedDrafter:
     def __init__(self, rounds: list[list[int]]) -> None:
         self._rounds = iter(rounds)
 
-    def extend(self, features: Tensor) -> None:
+    def extend(self, tokens: Sequence[int], features: Callable[[], Tensor]) -> None:
         pass
 
     def propose(self, anchor: int) -> list[int]:
@@ -78,9 +87,11 @@ class MostlyRightDrafter:
         self._random = random.Random(0)
         self._length = 0
         self.features: list[Tensor] = []
+        self.tokens: list[int] = []
 
-    def extend(self, features: Tensor) -> None:
-        self.features.append(features)
+    def extend(self, tokens: Sequence[int], features: Callable[[], Tensor]) -> None:
+        self.features.append(features())
+        self.tokens += tokens
         self._length = sum(len(f) for f in self.features) - len(self.features[0])
 
     def propose(self, anchor: int) -> list[int]:
@@ -100,6 +111,52 @@ def test_generation_edges(name: str) -> None:
     assert answer.acceptance.committed == len(output) - 1
     plain = decode(ScriptedTarget(continuation), None, [1, 3], limit, {STOP})
     assert plain.tokens == output
+
+
+def test_every_token_has_an_origin() -> None:
+    """Accepted drafts and the target's own tokens alternate as the rounds did; a cut round has no token of its own."""
+    answer = Decoded([7] * 8, Acceptance(3), [2, 0, 1])
+    assert answer.origins() == ["prefill", "drafted", "drafted", "target", "target", "drafted", "target", "target"]
+    answer = Decoded([7] * 6, Acceptance(3), [0, 3])  # all that were left
+    assert answer.origins() == ["prefill", "target", "drafted", "drafted", "drafted", "target"]
+    answer = Decoded([7] * 5, Acceptance(3), [0, 3])  # a stop token among the drafts, or the limit after them
+    assert answer.origins() == ["prefill", "target", "drafted", "drafted", "drafted"]
+    assert Decoded([7], Acceptance(3)).origins() == ["prefill"]
+    assert Decoded([7] * 3, Acceptance(0)).origins() == ["prefill", "target", "target"]
+
+
+def test_tokens_of_a_round_come_together() -> None:
+    """Times are sums of the prefill and the rounds so far; plain rounds bring a token each, a cut one fewer."""
+    drafted = Decoded([7] * 6, Acceptance(3), [2, 0, 2], prefill_s=1.0, rounds_s=[0.5, 0.25, 2.0])
+    assert drafted.token_times_s() == [1.0, 1.5, 1.5, 1.5, 1.75, 3.75]
+    plain = Decoded([7] * 3, Acceptance(0), prefill_s=1.0, rounds_s=[0.5, 0.25])
+    assert plain.token_times_s() == [1.0, 1.5, 1.75]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_times_of_decoded_answers(name: str) -> None:
+    """Every token has a time, none before the one before it, and the last is the answer's whole time."""
+    continuation, rounds, limit, output, _ = SCRIPTS[name]
+    for drafter in (ScriptedDrafter(rounds), None):
+        answer = decode(ScriptedTarget(continuation), drafter, [1, 3], limit, {STOP})
+        times = answer.token_times_s()
+        assert len(times) == len(output) and times == sorted(times)
+        assert times[-1] == pytest.approx(answer.seconds)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_origins_of_decoded_answers(name: str) -> None:
+    """Tokens marked as drafted are those that a round proposed in their place, and as many as were accepted."""
+    continuation, rounds, limit, output, kept = SCRIPTS[name]
+    answer = decode(ScriptedTarget(continuation), ScriptedDrafter(rounds), [1, 3], limit, {STOP})
+    origins = answer.origins()
+    assert len(origins) == len(output)
+    assert origins.count("drafted") == sum(kept)
+    place = 1
+    for drafted, num_kept in zip(rounds, kept, strict=True):
+        assert output[place : place + num_kept] == drafted[:num_kept]
+        assert origins[place : place + num_kept + 1] == [*["drafted"] * num_kept, "target"][: len(output) - place]
+        place += num_kept + 1
 
 
 def test_a_round_without_a_hit_commits_one_token() -> None:
@@ -142,6 +199,7 @@ def test_rejected_tokens_leave_no_trace(
         greedy = whole.logits[0].argmax(-1).tolist()
         assert answer.tokens == greedy[len(prompt) - 1 : -1]
         seen = torch.cat(drafter.features)
+        assert drafter.tokens == sequence[: len(seen)]
         wanted = torch.cat([whole.hidden_states[i + 1][0] for i in LAYER_IDS], dim=-1)
         torch.testing.assert_close(seen, wanted[: len(seen)], atol=2e-4, rtol=1e-4)
 
@@ -160,6 +218,37 @@ def test_drafted_answers_equal_plain_ones(
         assert drafted.tokens == plain.tokens
         assert drafted.acceptance.committed == 39
         assert drafted.acceptance.rounds < 39
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("stop", [False, True])
+def test_copied_drafts_change_no_token(
+    family: str, stop: bool, cached_target: Callable[[str], CachedTarget], prompts: list[list[int]]
+) -> None:
+    """Drafts from the text so far, and rounds with none, give the plain answer in fewer forwards."""
+    target, accepted = cached_target(family), 0
+    for prompt in [*prompts, [5, 6, 7, 8] * 4]:
+        plain = plain_decode(target, prompt, 40, ())
+        stop_ids = {plain.tokens[25]} if stop else set()
+        copied = ngram_decode(target, 4, prompt, 40, stop_ids)
+        assert copied.tokens == plain_decode(target, prompt, 40, stop_ids).tokens
+        assert copied.stopped == stop
+        assert copied.acceptance.committed == len(copied.tokens) - 1
+        accepted += sum(copied.num_accepted_tokens)
+    assert accepted > 0
+
+
+def test_copied_drafts_need_no_taps(target_folder: Callable[[str], str]) -> None:
+    """A target that delivers no features can be decoded with them; where nothing was drafted the round is plain."""
+    target = CachedTarget.load(target_folder("llama"), ())
+    lengths: list[int] = []
+    verify = target.verify
+    target.verify = lambda tokens: lengths.append(len(tokens)) or verify(tokens)  # type: ignore[method-assign]
+    copied = ngram_decode(target, 3, [1, 2, 3, 4, 5], 20, ())
+    assert copied.tokens == plain_decode(target, [1, 2, 3, 4, 5], 20, ()).tokens
+    assert lengths[0] == 1
+    with pytest.raises(ModelError, match="at most 507 new tokens fit"):
+        ngram_decode(target, 3, [1, 2, 3, 4, 5], 508, ())
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 5])
@@ -259,7 +348,7 @@ def test_training_blocks_equal_decoded_blocks(
             start = max(s for s in starts if s <= anchor)
             side = ContextDrafter(drafter, cached_target("llama"), 40, 5)
             for feature in features[start:anchor].split(3):  # as rounds deliver them
-                side.extend(feature)
+                side.extend([0] * len(feature), lambda feature=feature: feature)
             side.propose(int(ids[anchor]))
     torch.testing.assert_close(torch.stack(hidden), trained[:7], atol=1e-5, rtol=1e-5)
 

@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import DataError
 from paceline.eval import evaluate as module
 from paceline.eval.decode import CachedTarget, Decoded
 from paceline.eval.evaluate import (
+    Difference,
     Evaluation,
     PromptResult,
     compare,
     encode_prompts,
+    ends_in_loop,
     evaluate,
     first_difference,
+    packed_copy,
     read_prompts,
 )
+from paceline.kernels.packed_linear import can_pack
 from paceline.models.draft import DFlashDrafter
 
 USER = {"role": "user", "content": "one"}
@@ -123,17 +128,23 @@ def test_a_difference_at_a_tie_is_numerics(
         return torch.tensor([0.0, -2.0, gap, -1.0])
 
     monkeypatch.setattr(target, "next_logits", next_logits)
-    answers = [Decoded(tokens, Acceptance(0)) for tokens in ([5, 6, 7], [5, 8, 7])]
-    result = compare(target, [1, 2], *answers)
-    assert (result.mismatch, result.is_tie, seen) == (1, is_tie, [[1, 2, 5]])
-    assert result.gap == pytest.approx(gap)
+    plain, other = (Decoded(tokens, Acceptance(0)) for tokens in ([5, 6, 7], [5, 8, 7]))
+    result = compare(target, [1, 2], plain, other)
+    assert result.differences == (Difference("speculative", 1, pytest.approx(gap), is_tie),)
+    assert seen == [[1, 2, 5]]
+    result = compare(target, [1, 2], plain, plain, other)
+    assert [difference.answer for difference in result.differences] == ["ngram"]
+    assert compare(target, [1, 2], plain, plain, plain).differences == ()
 
 
-def test_next_logits_are_those_of_a_fresh_forward(cached_target: Callable[[str], CachedTarget]) -> None:
+def test_next_logits_are_those_of_a_fresh_forward(
+    cached_target: Callable[[str], CachedTarget], target_folder: Callable[[str], str]
+) -> None:
     """The target's opinion at a difference does not depend on what was decoded before."""
     target = cached_target("llama")
     target.prefill([9, 9, 9])
-    whole = target._model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1]
+    model = transformers.AutoModelForCausalLM.from_pretrained(target_folder("llama"))
+    whole = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1].detach()
     torch.testing.assert_close(target.next_logits([3, 1, 4, 1, 5]), whole)
 
 
@@ -148,10 +159,13 @@ def answer(num_tokens: int, seconds: float, rounds: list[tuple[int, int]] = (), 
 
 def test_the_record_adds_first_and_divides_last() -> None:
     """Lengths are pooled over rounds and rates over seconds, so that long answers count by their length."""
-    total = Evaluation(max_new_tokens=9, block_size=3, acceptance=Acceptance(2))
-    total.add(PromptResult(answer(4, 4.0, stopped=True), answer(4, 2.0, [(2, 3)], stopped=True)))
-    total.add(PromptResult(answer(9, 8.0), answer(9, 2.0, [(0, 1)] * 8), mismatch=3, gap=0.5))
-    total.add(PromptResult(answer(1, 1.0), answer(1, 1.0), mismatch=0, gap=1e-6, is_tie=True))
+    total = Evaluation(max_new_tokens=9, block_size=3, num_predicted=2)
+    fault, tie = Difference("speculative", 3, 0.5, False), Difference("speculative", 0, 1e-6, True)
+    total.results += [
+        PromptResult(answer(4, 4.0, stopped=True), answer(4, 2.0, [(2, 3)], stopped=True)),
+        PromptResult(answer(9, 8.0), answer(9, 2.0, [(0, 1)] * 8), differences=(fault,)),
+        PromptResult(answer(1, 1.0), answer(1, 1.0), differences=(tie,)),
+    ]
     record = total.as_dict()
     assert record["acceptance_length"] == pytest.approx(11 / 9)  # not (3 + 1) / 2
     assert record["acceptance_per_position"] == [1 / 9, 1.0]
@@ -161,23 +175,93 @@ def test_the_record_adds_first_and_divides_last() -> None:
     assert record["speculative_decode_tok_per_s"] == pytest.approx(11 / 2.5)
     assert (record["draft_frac"], record["verify_frac"]) == (1 / 8, 3 / 8)
     assert (record["lossless"], record["mismatches"], record["ties"]) == (False, 1, 1)
-    assert record["first_mismatches"][0] == {"prompt": 1, "position": 3, "top2_gap": 0.5, "tie": False}
+    assert record["first_mismatches"][0] == {
+        "prompt": 1, "answer": "speculative", "position": 3, "top2_gap": 0.5, "tie": False
+    }  # fmt: skip
     assert (record["prompts"], record["generated_tokens"], record["ended_by_stop"]) == (3, 14, 1)
     assert {"paceline", "torch", "transformers", "python"} == set(record["versions"])
+    assert not [key for key in record if "ngram" in key]
 
 
-def test_evaluate_alternates_and_compares(
+def test_copied_drafts_have_their_own_rates_and_count_for_losslessness() -> None:
+    """What n-grams bring stands beside the drafter's numbers, and a wrong n-gram answer is reported as one."""
+    total = Evaluation(max_new_tokens=9, block_size=3, num_predicted=2, has_ngram=True)
+    fault = Difference("ngram", 2, 0.5, False)
+    total.results += [
+        PromptResult(answer(4, 8.0), answer(4, 2.0, [(2, 3)]), answer(4, 3.0, [(1, 2), (0, 1)])),
+        PromptResult(answer(2, 1.0), answer(2, 1.0, [(0, 1)]), answer(2, 1.0, [(0, 1)]), (fault,)),
+    ]
+    record = total.as_dict()
+    assert record["ngram_tok_per_s"] == pytest.approx(6 / 4)
+    assert record["ngram_acceptance_length"] == pytest.approx(4 / 3)
+    assert record["ngram_speedup"] == pytest.approx(9 / 4)
+    assert record["speedup_over_ngram"] == pytest.approx(4 / 3)
+    assert record["speedup"] == pytest.approx(3.0)
+    assert (record["lossless"], record["mismatches"]) == (False, 1)
+    assert (record["first_mismatches"][0]["prompt"], record["first_mismatches"][0]["answer"]) == (1, "ngram")
+
+
+@pytest.mark.parametrize("has_ngram", [False, True])
+def test_ended_answers_can_be_looked_at_alone(has_ngram: bool) -> None:
+    """Lengths, rates and differences of `ended` are those of the answers that a stop token ended."""
+    total = Evaluation(max_new_tokens=12, block_size=3, num_predicted=2, has_ngram=has_ngram)
+    loop = PromptResult(answer(12, 6.0), answer(12, 1.0, [(2, 3)] * 3), answer(12, 1.0, [(2, 3)] * 3))
+    fault = Difference("speculative", 3, 0.5, False)
+    ended = PromptResult(
+        answer(3, 6.0, stopped=True), answer(3, 3.0, [(0, 1), (0, 1)], stopped=True), answer(3, 2.0, [(1, 2)])
+    )
+    cut = PromptResult(answer(12, 1.0), answer(12, 1.0, [(0, 1)]), answer(12, 1.0, [(0, 1)]), (fault,))
+    cut.plain.tokens[-1] = 8
+    total.results += [loop, ended, cut]
+    assert (total.num_not_ended, total.num_loops) == (2, 1)
+    part = total.ended()
+    assert part.results == [ended] and len(total.results) == 3
+    assert (part.num_not_ended, part.num_loops, part.is_lossless, total.is_lossless) == (0, 0, True, False)
+    assert part.acceptance.length == 1.0 and part.ngram_acceptance.length == 2.0
+    record = part.as_dict()
+    assert record["prompts"] == record["ended_by_stop"] == 1
+    assert record["speedup"] == pytest.approx(2.0)
+    assert ("ngram_speedup" in record) == has_ngram
+    nothing = Evaluation(9, 3, 2, has_ngram, [loop]).ended().as_dict()
+    assert nothing["prompts"] == nothing["acceptance_length"] == nothing["speedup"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        ([1, 2, 3, 4, 4, 4], True),
+        ([4, 4, 4, 1], False),
+        ([4, 4], False),
+        ([9, 1, 2, 1, 2, 1, 2], True),
+        ([9, 1, 2, 1, 2, 1], False),
+        ([*range(24)] * 3, True),
+        ([*range(25)] * 3, False),
+        ([0, *range(24), *range(1, 24), *range(24)], False),
+        ([], False),
+    ],
+)
+def test_a_loop_repeats_its_end_three_times(tokens: list[int], wanted: bool) -> None:
+    """A piece of up to 24 tokens that stands three times in a row at the end is a loop."""
+    assert ends_in_loop(tokens) == wanted
+
+
+@pytest.mark.parametrize(
+    ("ngram", "order"), [(True, "pns" + "pns" + "nsp" + "spn" + "pns"), (False, "ps" + "ps" + "sp" + "ps" + "sp")]
+)
+def test_evaluate_takes_turns_and_compares(
+    ngram: bool,
+    order: str,
     cached_target: Callable[[str], CachedTarget],
     trained_drafter: Callable[..., DFlashDrafter],
     prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both ways run on every prompt in alternating order; the real loop is lossless and its record can be written."""
-    order = []
-    for name in ("plain_decode", "speculative_decode"):
+    """Every way runs on every prompt in rotating order; the real loop is lossless and its record can be written."""
+    called = []
+    for name in ("plain_decode", "ngram_decode", "speculative_decode"):
         original = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda *args, name=name, original=original: order.append(name[0]) or original(*args)
+            module, name, lambda *args, name=name, original=original: called.append(name[0]) or original(*args)
         )
     seen = []
     evaluation = evaluate(
@@ -187,10 +271,35 @@ def test_evaluate_alternates_and_compares(
         max_new_tokens=20,
         stop_ids=(),
         block_size=4,
-        on_prompt=lambda result, so_far: seen.append(len(so_far.results)),
+        ngram=ngram,
+        on_prompt=lambda result, so_far: seen.append((result is so_far.results[-1], len(so_far.results))),
     )
-    assert "".join(order) == "ps" + "psspps" + "sp"  # the first pair warms up
-    assert seen == [1, 2, 3, 4]
+    assert "".join(called) == order  # the first turn warms up
+    assert seen == [(True, 1), (True, 2), (True, 3), (True, 4)]
     assert evaluation.is_lossless
     assert evaluation.acceptance.committed == 4 * 19
-    assert json.loads(json.dumps(evaluation.as_dict()))["block_size"] == 4
+    record = json.loads(json.dumps(evaluation.as_dict()))
+    assert record["block_size"] == 4
+    if ngram:
+        assert evaluation.ngram_acceptance.committed == 4 * 19
+        assert max(num for r in evaluation.results for num in r.ngram.num_accepted_tokens) <= 3
+        assert record["ngram_acceptance_length"] >= 1
+    else:
+        assert not [key for key in record if "ngram" in key]
+
+
+def test_a_drafter_is_packed_once(
+    cached_target: Callable[[str], CachedTarget], trained_drafter: Callable[..., DFlashDrafter]
+) -> None:
+    """A packed copy is used as it is by later evaluations, and the drafter itself stays trainable."""
+    target, drafter = cached_target("llama"), trained_drafter()
+    drafter.requires_grad_(True)
+    once = packed_copy(drafter, target)
+    assert once is not drafter and not any(parameter.requires_grad for parameter in once.parameters())
+    assert all(parameter.requires_grad for parameter in drafter.parameters())
+    drafter.requires_grad_(False)
+    assert type(drafter.fc) is torch.nn.Linear
+    if can_pack():
+        assert packed_copy(once, target) is once
+    both = [evaluate(target, d, [[1, 2]], max_new_tokens=9, stop_ids=()) for d in (drafter, once)]
+    assert both[0].acceptance == both[1].acceptance

@@ -8,7 +8,14 @@ from torch import nn
 
 from paceline.kernels import packed_linear as packed
 from paceline.kernels.linear_cross_entropy import Head
-from paceline.kernels.packed_linear import PackedHead, PackedLinear, pack_head, pack_layers, packed_product
+from paceline.kernels.packed_linear import (
+    JoinedLinear,
+    PackedHead,
+    PackedLinear,
+    pack_head,
+    pack_layers,
+    packed_product,
+)
 
 needs_onednn = pytest.mark.skipif(not packed.can_pack(), reason="this build of PyTorch has no oneDNN product")
 
@@ -22,10 +29,23 @@ def test_a_packed_layer_computes_the_same(rows: int, has_bias: bool) -> None:
     model = nn.Sequential(nn.Linear(24, 40, bias=has_bias)).requires_grad_(False)
     x, state = torch.randn(1, rows, 24), dict(model.state_dict())
     wanted = model(x)
-    pack_layers(model, Head(torch.randn(50, 24)))
+    assert pack_layers(model, Head(torch.randn(50, 24)))
     assert type(model[0]) is PackedLinear
     torch.testing.assert_close(model(x), wanted)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+
+
+@needs_onednn
+@pytest.mark.parametrize("biases", [(False, False), (True, True), (True, False)])
+def test_joined_layers_stand_side_by_side(biases: tuple[bool, bool]) -> None:
+    """Layers of one input give their outputs in order, each with its own bias or none, and are left as they are."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, size, bias=bias) for size, bias in zip((40, 16), biases, strict=True)]
+    x = torch.randn(5, 24)
+    joined = JoinedLinear.of(*layers)
+    assert (joined.bias is None) == (not any(biases))
+    torch.testing.assert_close(joined(x), torch.cat([layer(x) for layer in layers], dim=1).detach())
+    assert not any(isinstance(layer, PackedLinear) for layer in layers)
 
 
 @needs_onednn
@@ -37,6 +57,9 @@ def test_a_packed_head_has_the_same_logits(softcap: float | None, scale: float) 
     fast = pack_head(head)
     assert isinstance(fast, PackedHead)
     torch.testing.assert_close(fast.logits(hidden), head.logits(hidden))
+    some = torch.tensor([3, 0, 49])
+    assert isinstance(fast.rows(some), PackedHead)
+    torch.testing.assert_close(fast.rows(some).logits(hidden), head.logits(hidden)[..., some])
     assert fast.to(torch.float32) is fast
     assert type(fast.to(torch.bfloat16)) is Head
     assert torch.equal(
@@ -57,16 +80,16 @@ def test_a_tied_head_is_packed_once() -> None:
 def test_other_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other types than float32, large models, and builds without the operators decode with PyTorch's own product."""
     model, narrow, head = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16(), Head(torch.randn(50, 8))
-    pack_layers(narrow, head)
+    assert not pack_layers(narrow, head)
     assert type(narrow) is nn.Linear
     assert type(pack_head(head.to(torch.bfloat16))) is Head
     monkeypatch.setattr(packed, "MAX_PACKED_BYTES", 8)
-    pack_layers(model, head)
+    assert not pack_layers(model, head)
     assert type(model) is nn.Linear
     monkeypatch.undo()
     monkeypatch.setattr(packed, "_pack", lambda weight: torch.ops.mkldnn.no_such_operator(weight))
     packed.can_pack.cache_clear()
-    pack_layers(model, head)
+    assert not pack_layers(model, head)
     assert type(model) is nn.Linear
     assert pack_head(head) is head
     packed.can_pack.cache_clear()
