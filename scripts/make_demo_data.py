@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from paceline.eval.answers import greedy_answers, round_trips
 from paceline.models.assets import demo_target
 
 SAMPLES = Path(__file__).parents[1] / "paceline" / "data" / "samples"
@@ -564,23 +565,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-@torch.inference_mode()
 def generate(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy answers to a left-padded batch, each cut behind its end token or after `MAX_ANSWER_TOKENS`."""
-    end, width = model.config.eos_token_id, max(map(len, prompts))
-    input_ids = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
-    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-    input_ids, attention_mask = input_ids.to(model.device), attention_mask.to(model.device)
-    output = model.generate(input_ids, attention_mask=attention_mask, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
-    answers = output[:, width:].tolist()
-    return [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
-
-
-def round_trips(tokenizer: PreTrainedTokenizerFast, prompt: str, answer: str, expected: list[int]) -> bool:
-    """Whether the stored conversation tokenises to `expected` (prompt, answer, end token), a line break behind it."""
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    ids = tokenizer.apply_chat_template(messages, return_dict=False)
-    return ids[: len(expected)] == expected and tokenizer.decode(ids[len(expected) :]) == "\n"
+    """Greedy answers, each cut behind its end token or after `MAX_ANSWER_TOKENS`."""
+    return greedy_answers(model, prompts, MAX_ANSWER_TOKENS, {model.config.eos_token_id})
 
 
 def grade(prompt: Prompt, answer: str) -> str:
@@ -639,7 +626,9 @@ def answered(
                 outcomes.add(prompt, "prompt too long")
             elif answer_ids[-1] != end:
                 outcomes.add(prompt, "does not end")
-            elif not round_trips(tokenizer, prompt.text, answer, prompt_ids + answer_ids):
+            elif not round_trips(
+                tokenizer, [{"role": "user", "content": prompt.text}], answer, prompt_ids + answer_ids
+            ):
                 outcomes.add(prompt, "does not tokenise back")
             elif kept < count:
                 outcomes.add(prompt, grade(prompt, answer))
