@@ -42,7 +42,7 @@ MAX_LENGTH = 512
 TOKENS_PER_STEP = 512
 """Small steps: at equal time the number of updates decides (docs/experiments.md)."""
 TAPS = (0.13, 0.33, 0.53)
-"""Tapped layers as shares of the target's depth. The layers above the last are not run: on this task taps in the lower half
+"""Tapped layers as shares of the target's depth. Layers above the last are not run: on this task taps in the lower half
 draft as well as the published spread does, and cost half (docs/experiments.md)."""
 BLOCK_SIZE = 8
 """Slots that the drafter is trained with; fewer are used where verifying that many costs too much."""

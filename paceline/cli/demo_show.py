@@ -48,24 +48,41 @@ def print_calibration(console: Console, calibration: Calibration, plan: DemoPlan
 
 def print_result(console: Console, record: dict[str, Any]) -> None:
     """The three rows on both sets of prompts, and whether the text was the same."""
-    sets = [("templates of training, new values", record)]
-    if record["unseen"]:
-        sets.append(("templates and names never seen", record["unseen"]))
-    for title, result in sets:
-        table = Table(title=f"{title}: {result['prompts']} prompts")
-        for heading in ("", "tok/s", "tokens a forward", "against plain"):
-            table.add_column(heading, justify="left" if not heading else "right")
-        baseline = result["baseline_tok_per_s"]
-        rows = (
-            ("plain greedy, KV cache", baseline, 1.0),
-            ("n-gram drafts, no training", result["ngram_tok_per_s"], result["ngram_acceptance_length"]),
-            ("trained drafter", result["speculative_tok_per_s"], result["acceptance_length"]),
-        )
-        for name, rate, length in rows:
-            table.add_row(name, f"{rate:.1f}", f"{length:.2f}", f"{rate / baseline:.2f}x" if baseline else "-")
-        console.print(table)
-        same = "every output identical" if result["lossless"] else f"{result['mismatches']} outputs DIFFER"
-        console.print(f"{same}; {result['not_ended']} answers did not end, {result['loops']} of them loops")
+    if record["unseen"] is None:
+        _print_set(console, "prompts that were not trained on", record)
+        return
+    _print_set(console, "templates of training, new values", record)
+    _print_set(console, "templates and names never seen", record["unseen"])
+
+
+def _print_set(console: Console, title: str, result: dict[str, Any]) -> None:
+    left_out = f"{result['not_ended']} answers did not end, {result['loops']} of them loops"
+    if not result["prompts"]:
+        console.print(f"{title}: no answer ended, so there is nothing to count; {left_out}", markup=False)
+        return
+    table = Table(title=f"{title}: {result['prompts']} prompts")
+    for heading in ("", "tok/s", "tokens a forward", "against plain"):
+        table.add_column(heading, justify="right" if heading else "left")
+    baseline = result["baseline_tok_per_s"]
+    rows = (
+        ("plain greedy, KV cache", baseline, 1.0),
+        ("n-gram drafts, no training", result["ngram_tok_per_s"], result["ngram_acceptance_length"]),
+        ("trained drafter", result["speculative_tok_per_s"], result["acceptance_length"]),
+    )
+    for name, rate, length in rows:
+        table.add_row(name, f"{rate:.1f}", f"{length:.2f}", f"{rate / baseline:.2f}x")
+    console.print(table)
+    same = "every output identical"
+    if not result["lossless"]:
+        same = f"outputs DIFFER: {result['mismatches']} by fault, {result['ties']} by rounding"
+    limits = result["limits"]
+    console.print(f"{same}; {left_out}", markup=False)
+    console.print(
+        f"{limits['draftable_frac']:.0%} of the answers' tokens are among those that can be drafted: a drafter that is "
+        f"always right about them reaches {limits['acceptance_length']:.2f} tokens a forward",
+        style="dim",
+        markup=False,
+    )
 
 
 def replay(console: Console, samples: list[dict[str, Any]]) -> None:

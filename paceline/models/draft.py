@@ -27,6 +27,7 @@ from paceline.dflash.blocks import block_labels, decay_weights
 from paceline.errors import ConfigError, ModelError
 from paceline.kernels.attention import BlockLayout, Visibility, attend_per_document
 from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, Head, weighted_linear_cross_entropy
+from paceline.kernels.rms_norm import rms_norm
 from paceline.records import FeatureBatch, TokenBatch
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, BlockLayout, Visibility], Tensor]
@@ -84,9 +85,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.float()).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Rotary:

@@ -385,15 +385,30 @@ def _milliseconds(value: object) -> str:
 def _reading(record: Record) -> Html:
     has_unseen = bool(_part(record, "unseen"))
     unseen = "Unseen prompts have templates and names that training never showed: how far the drafter carries."
+    limits = [_limit(name, results) for name, results in (("held-out", record), ("unseen", _part(record, "unseen")))]
     return bullets(
         f"Held-out prompts: {HELD_OUT[has_unseen]}. They show a narrow service, not generality.",
         unseen if has_unseen else "No prompts of another kind than training's were decoded in this run.",
+        *filter(None, limits),
         f"Acceptance length = {_text(record, 'acceptance_rule', 'tokens committed / target forwards')}.",
         "Speed is generated tokens over wall seconds, prefill included, one prompt at a time.",
         f"{_num(record, 'ended_by_stop')} of {_num(record, 'prompts')} held-out answers ended by themselves, others at "
         f"{_num(record, 'max_new_tokens')} tokens. Answers that repeat themselves are easy to draft and flatter "
         "every way of drafting.",
         "Another processor has other costs: speeds are this machine's, acceptance lengths hardly depend on it.",
+    )
+
+
+def _limit(name: str, results: Record) -> str:
+    """What bounds the drafter on a set: the tokens it can draft, and how often its first guess is right."""
+    limits, positions = _part(results, "limits"), _items(results, "acceptance_per_position")
+    if not is_number(limits.get("draftable_frac")):
+        return ""
+    first = f" The first guess of a block is right {percent(positions[0])} of the time." if positions else ""
+    return (
+        f"Of the {name} answers' tokens the drafter can draft {percent(limits['draftable_frac'])}, those of its training "
+        f"texts: always right about them it would reach {number(limits.get('acceptance_length'), 2)} tokens a forward."
+        f"{first}"
     )
 
 

@@ -29,6 +29,7 @@ RECORD: dict[str, Any] = {
     "ngram_acceptance_length": 1.52,
     "not_ended": 3,
     "loops": 1,
+    "limits": {"draftable_frac": 0.97, "acceptance_length": 5.9},
     "draft_frac": 0.11,
     "verify_frac": 0.78,
     "lossless": True,
@@ -47,6 +48,8 @@ RECORD: dict[str, Any] = {
         "lossless": True,
         "not_ended": 2,
         "loops": 1,
+        "limits": {"draftable_frac": 0.77, "acceptance_length": 3.42},
+        "acceptance_per_position": [0.36, 0.6],
     },
     "calibration": {
         "cores": 2,
@@ -184,6 +187,14 @@ def test_outputs_that_differ_come_first() -> None:
     assert "37 of 40" in text and "outputs identical: not all" in text
     assert "stays the same" not in text and "a plain one may differ" in text
     assert "stays the same" in shown(RECORD) and "Not lossless" not in shown(RECORD)
+
+
+def test_what_bounds_the_drafter_is_told() -> None:
+    """On either set: the share of tokens that can be drafted, how far that would reach, and the first guess."""
+    text = shown(RECORD)
+    assert "unseen answers' tokens the drafter can draft 77%" in text and "reach 3.42 tokens a forward" in text
+    assert "The first guess of a block is right 36% of the time" in text and "can draft 97%" in text
+    assert "can draft" not in shown({**RECORD, "limits": {}, "unseen": None})
 
 
 def test_unseen_outputs_that_differ_are_told() -> None:
