@@ -41,9 +41,10 @@ MAX_LENGTH = 512
 """Longest conversation trained on, in tokens."""
 TOKENS_PER_STEP = 512
 """Small steps: at equal time the number of updates decides (docs/experiments.md)."""
-TAPS = (0.13, 0.33, 0.53)
-"""Tapped layers as shares of the target's depth. Layers above the last are not run: on this task taps in the lower half
-draft as well as the published spread does, and cost half (docs/experiments.md)."""
+TAPS = (0.07, 0.17, 0.27)
+"""Tapped layers as shares of the depth of the demo's own target. On its task the lowest third drafts as well as the
+published spread does (docs/experiments.md), and layers above the last tap are not run. Other targets and prompts get
+the spread."""
 BLOCK_SIZE = 8
 """Slots that the drafter is trained with; fewer are used where verifying that many costs too much."""
 NUM_TUNING = 8
@@ -138,6 +139,7 @@ def _demo(
         target = own_target or str(demo_target())
         prompts = _own_prompts(own_prompts) if own_prompts else _sample_prompts()
         console.print(target, markup=False)
+        config = demo_config(target, out, is_own=bool(own_target or own_prompts))
     if own_target or own_prompts:
         with phases.phase("answer", f"the target answers up to {len(prompts.train)} prompts"):
             lines = _answer(out, target, prompts.train, started + 60 * ANSWERING_SHARE * minutes, console)
@@ -145,14 +147,14 @@ def _demo(
         lines = [_as_line(messages) for messages in prompts.train]
     with phases.phase("calibrate", "what this machine does best"):
         if saved is None:
-            saved = _calibrate(out, settings, target, lines, prompts, started)
+            saved = _calibrate(out, settings, config, lines, prompts, started)
         calibration, plan = saved
         print_calibration(console, calibration, plan, BLOCK_SIZE)
     with phases.phase("prepare", "conversations -> tokens and loss mask"):
         _prepare(out, target, lines[: plan.conversations], console)
     run = RunFolder(out / "run")
     with phases.phase("train", "train the drafter: stop with Ctrl-C, go on with the same command"):
-        report = _train(run, demo_config(target, out, calibration, plan), quiet)
+        report = _train(run, _planned(config, calibration, plan), quiet)
         if report.ending != "finished":
             console.print(f"stopped at step {report.step} of {report.total_steps}; the same command goes on")
             sys.exit(130)
@@ -168,17 +170,16 @@ def _demo(
         del decoding
     with phases.phase("export", "export, and the report"):
         _export(out, target, run, console)
-    config = run.read_config()
     record = {
         "target": name,
         **records["held-out"],
         "unseen": records.get("unseen"),
-        "calibration": {**calibration.as_dict(), **block, "layout": config.topology.layout},
+        "calibration": {**calibration.as_dict(), **block, "layout": run.read_config().topology.layout},
         **_training_record(run, report, plan),
         "seconds": {**phases.seconds, "total": round(sum(phases.seconds.values()), 2)},
         "minutes": minutes,
         "threads": calibration.threads,
-        "layout": config.topology.layout,
+        "layout": run.read_config().topology.layout,
         "peak_memory_gib": _peak_memory_gib(),
         "machine": _machine(),
     }
@@ -283,12 +284,12 @@ def _saved_plan(out: Path, settings: dict[str, Any]) -> tuple[Calibration, DemoP
 
 
 def _calibrate(
-    out: Path, settings: dict[str, Any], target: str, lines: list[str], prompts: Prompts, started: float
+    out: Path, settings: dict[str, Any], config: RunConfig, lines: list[str], prompts: Prompts, started: float
 ) -> tuple[Calibration, DemoPlan]:
     """Measure, and decide once how much is trained and decoded."""
     from paceline.plan.budget import plan_demo
 
-    calibration = calibrating.calibrate(demo_config(target, out), lines[:NUM_CALIBRATED])
+    calibration = calibrating.calibrate(config, lines[:NUM_CALIBRATED])
     gc.collect()
     plan = plan_demo(
         60 * settings["minutes"] - (time.monotonic() - started),
@@ -305,10 +306,11 @@ def _calibrate(
     return calibration, plan
 
 
-def demo_config(
-    target: str, out: Path, calibration: Calibration | None = None, plan: DemoPlan | None = None
-) -> RunConfig:
-    """The demo's run: two narrow draft layers and a short head, what a CPU trains fastest to a useful speedup."""
+def demo_config(target: str, out: Path, is_own: bool = False) -> RunConfig:
+    """The demo's run: two narrow draft layers and a short head, what a CPU trains fastest to a useful speedup.
+
+    Type, threads and epochs are not decided yet.
+    """
     from paceline.models.loading import read_shape
 
     shape = read_shape(target)
@@ -316,29 +318,32 @@ def demo_config(
     return parse_config(
         {
             "run": {"dir": str(out / "run"), "device": "cpu"},
-            "target": {"path": target, "layer_ids": taps},
+            "target": {"path": target, "layer_ids": "auto" if is_own else taps},
             "draft": {
                 "num_layers": 2,
                 "intermediate_size": max(1, shape.intermediate_size // 2),
                 "block_size": BLOCK_SIZE,
                 "vocab": "observed",
-                "dtype": calibration.dtype if calibration else "float32",
             },
-            "data": {
-                "path": str(out / "data"),
-                "epochs": plan.epochs if plan else 1,
-                "max_length": MAX_LENGTH,
-                "validation": 0.03,
-            },
+            "data": {"path": str(out / "data"), "max_length": MAX_LENGTH, "validation": 0.03},
             "anchors": {"per_token": 0.125},
             "optim": {"lr": 2e-3, "warmup_ratio": 0.1, "tokens_per_step": TOKENS_PER_STEP},
             # in turn, with all threads: side by side the target would idle once every feature is kept
-            "topology": {"layout": "colocated", "threads": calibration.threads if calibration else 1},
+            "topology": {"layout": "colocated", "threads": 1},
             "pipeline": {"tokens_per_batch": TOKENS_PER_STEP, "feature_cache_gib": CACHE_GIB},
             "checkpoint": {"every_steps": 200},
             "eval": {"validate_every": 100, "validate_rows": 16},
         }
     )
+
+
+def _planned(config: RunConfig, calibration: Calibration, plan: DemoPlan) -> RunConfig:
+    """The run with what was measured and planned."""
+    tree = config.model_dump(mode="json")
+    tree["draft"]["dtype"] = calibration.dtype
+    tree["data"]["epochs"] = plan.epochs
+    tree["topology"]["threads"] = calibration.threads
+    return parse_config(tree)
 
 
 def _prepare(out: Path, target: str, lines: list[str], console: Console) -> None:

@@ -406,9 +406,9 @@ def _limit(name: str, results: Record) -> str:
         return ""
     first = f" The first guess of a block is right {percent(positions[0])} of the time." if positions else ""
     return (
-        f"Of the {name} answers' tokens the drafter can draft {percent(limits['draftable_frac'])}, those of its training "
-        f"texts: always right about them it would reach {number(limits.get('acceptance_length'), 2)} tokens a forward."
-        f"{first}"
+        f"Of the {name} answers' tokens the drafter can draft {percent(limits['draftable_frac'])}, those of its "
+        f"training texts: always right about them it would reach {number(limits.get('acceptance_length'), 2)} tokens "
+        f"a forward.{first}"
     )
 
 
