@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli import calibration as calibrating
-from paceline.cli import demo_decode
 from paceline.cli.calibration import Calibration
 from paceline.cli.demo_decode import Decoding, Messages
 from paceline.cli.demo_show import print_calibration, print_result, replay
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from paceline.train.loop import TrainReport
 
 DEMO_TARGET = "SmolLM2-135M-Instruct"
+MAX_NEW_TOKENS, OWN_MAX_NEW_TOKENS = 96, 192
+"""Longest answer, in tokens: to the prompts that ship all end before it; to others they have this much room."""
 MAX_LENGTH = 512
 """Longest conversation trained on, in tokens."""
 TOKENS_PER_STEP = 512
@@ -161,7 +162,8 @@ def _demo(
     title = f"decode {plan.heldout + plan.unseen} prompts plainly, with n-gram drafts, and with the drafter"
     with phases.phase("evaluate", title):
         gc.collect()  # the trainer's weights and features go first
-        decoding = Decoding(target, run.path, calibration.verify_ms, console)
+        max_new_tokens = OWN_MAX_NEW_TOKENS if own_target or own_prompts else MAX_NEW_TOKENS
+        decoding = Decoding(target, run.path, calibration.verify_ms, max_new_tokens, console)
         block = decoding.choose_block(prompts.tuning)
         sets = {"held-out": prompts.heldout[: plan.heldout], "unseen": prompts.unseen[: plan.unseen]}
         results = {name: decoding.evaluate(name, messages) for name, messages in sets.items() if messages}
@@ -241,7 +243,7 @@ def _answer(out: Path, target: str, prompts: list[Messages], deadline: float, co
             load_tokenizer(target),
             prompts,
             path,
-            max_new_tokens=demo_decode.MAX_NEW_TOKENS,
+            max_new_tokens=OWN_MAX_NEW_TOKENS,
             stop_ids=read_shape(target).eos_token_ids,
             should_stop=lambda: time.monotonic() > deadline,
             on_batch=lambda done, so_far: console.print(f"{done} of {len(prompts)} prompts: {dict(so_far)}"),
@@ -251,7 +253,7 @@ def _answer(out: Path, target: str, prompts: list[Messages], deadline: float, co
     lines = read_answers(path)
     if len(lines) < MIN_OWN_PROMPTS // 2:
         raise ConfigError(
-            f"{len(lines)} of the answers in {path} end within {demo_decode.MAX_NEW_TOKENS} tokens; "
+            f"{len(lines)} of the answers in {path} end within {OWN_MAX_NEW_TOKENS} tokens; "
             f"{MIN_OWN_PROMPTS // 2} or more were wanted: allow more --minutes, or give prompts with shorter answers"
         )
     return lines

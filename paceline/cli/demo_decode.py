@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 
-MAX_NEW_TOKENS = 96
-"""Longest answer, in tokens; those to the prompts that ship all end before it."""
-
 
 class Decoding:
     """The trained drafter beside its target, decoding sets of prompts."""
 
-    def __init__(self, target: str, run_dir: Path, verify_ms: dict[int, float], console: Console) -> None:
+    def __init__(
+        self, target: str, run_dir: Path, verify_ms: dict[int, float], max_new_tokens: int, console: Console
+    ) -> None:
         from paceline.eval.decode import CachedTarget
         from paceline.eval.evaluate import packed_copy
         from paceline.models.loading import load_tokenizer
@@ -31,6 +30,7 @@ class Decoding:
         self._target = CachedTarget.load(target, drafter.shape.target_layer_ids)
         self._drafter = packed_copy(drafter, self._target)
         self._verify_ms = verify_ms
+        self._max_new_tokens = max_new_tokens
         self._console = console
         self._block_size = drafter.shape.block_size
 
@@ -43,7 +43,7 @@ class Decoding:
         trained = self._block_size
         acceptance, stop_ids = Acceptance(self._drafter.num_predicted), self._target.shape.eos_token_ids
         for prompt in self._encode(prompts):
-            answer = speculative_decode(self._target, self._drafter, prompt, MAX_NEW_TOKENS, stop_ids)
+            answer = speculative_decode(self._target, self._drafter, prompt, self._max_new_tokens, stop_ids)
             acceptance += answer.acceptance
         draft_ms = time_drafting(self._target, self._drafter, trained)
         expected = expected_speedups(acceptance.per_position, self._verify_ms, draft_ms)
@@ -81,7 +81,7 @@ class Decoding:
             self._target,
             self._drafter,
             self._encode(prompts),
-            max_new_tokens=MAX_NEW_TOKENS,
+            max_new_tokens=self._max_new_tokens,
             stop_ids=self._target.shape.eos_token_ids,
             block_size=self._block_size,
             on_prompt=show,

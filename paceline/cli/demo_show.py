@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SHOWN_COSTS = (1, 2, 4, 6, 8, 12, 16)
 DRAFTED_STYLE = "bold green"
+PANEL_WIDTH = 44
 MAX_REPLAY_S = 8.0
 """A slower answer is replayed faster, and says so."""
 
@@ -108,6 +109,8 @@ def replay(console: Console, samples: list[dict[str, Any]]) -> None:
 
 
 def _side_by_side(sample: dict[str, Any], now: float) -> Columns:
+    answer = "".join(token["text"] for token in sample["tokens"])
+    height = 2 + sum(1 + len(line) // (PANEL_WIDTH - 4) for line in answer.split("\n"))
     panels = []
     for name, key in (("plain", "plain_times_s"), ("drafted", "speculative_times_s")):
         text, times = Text(), sample[key]
@@ -116,5 +119,5 @@ def _side_by_side(sample: dict[str, Any], now: float) -> Columns:
                 break
             drafted = name == "drafted" and token["origin"] == "drafted"
             text.append(token["text"], style=DRAFTED_STYLE if drafted else "")
-        panels.append(Panel(text, title=f"{name} {min(now, times[-1]):.1f} s", width=44, height=14))
+        panels.append(Panel(text, title=f"{name} {min(now, times[-1]):.1f} s", width=PANEL_WIDTH, height=height))
     return Columns(panels)

@@ -14,7 +14,6 @@ import pytest
 
 from paceline.cli import calibration as calibration_module
 from paceline.cli import demo as module
-from paceline.cli import demo_decode
 from paceline.cli.progress import TrainProgress
 from paceline.errors import ConfigError
 from paceline.eval import answers as answers_module
@@ -47,7 +46,8 @@ def _small(stopping: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NUM_CALIBRATED", 4)
     monkeypatch.setattr(module, "MAX_HELDOUT", 6)
     monkeypatch.setattr(module, "MAX_UNSEEN", 5)
-    monkeypatch.setattr(demo_decode, "MAX_NEW_TOKENS", 24)
+    monkeypatch.setattr(module, "MAX_NEW_TOKENS", 24)
+    monkeypatch.setattr(module, "OWN_MAX_NEW_TOKENS", 24)
     monkeypatch.setattr(calibrate, "NUM_CONTEXT", 16)
 
 

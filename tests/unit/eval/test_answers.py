@@ -64,6 +64,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ]
 
     monkeypatch.setattr(answers, "greedy_answers", answer)
+    monkeypatch.setattr(answers, "BATCH_SIZE", 16)
     return sizes
 
 
