@@ -98,7 +98,7 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for everything the demo makes.")] = Path("demo"),
     minutes: Annotated[
         float, typer.Option(metavar="M", min=2, max=30, help="For calibration, training and decoding together.")
-    ] = 7.0,
+    ] = 7.5,
     target: Annotated[
         str | None, typer.Option(metavar="DIR|ID", help=f"A small model of your own instead of {DEMO_TARGET}.")
     ] = None,

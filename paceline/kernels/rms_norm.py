@@ -27,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        scale = torch.rsqrt(torch.linalg.vecdot(wide, wide)[..., None] / x.shape[-1] + eps)
         normed = wide * scale
         ctx.save_for_backward(normed, scale, weight)
         return (normed * weight.float()).to(x.dtype)
