@@ -53,7 +53,7 @@ NUM_TUNING = 8
 NUM_CALIBRATED = 32
 """Conversations that the training rates are measured with."""
 MIN_OWN_PROMPTS = 40
-MAX_HELDOUT, MAX_UNSEEN = 40, 24
+MAX_HELDOUT, MAX_UNSEEN = 40, 16
 """Prompts decoded of each set, the first ones, where time allows."""
 ANSWERING_SHARE = 0.4
 """Share of the time in which the target answers prompts of one's own."""
@@ -98,7 +98,7 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for everything the demo makes.")] = Path("demo"),
     minutes: Annotated[
         float, typer.Option(metavar="M", min=2, max=30, help="For calibration, training and decoding together.")
-    ] = 7.5,
+    ] = 7.0,
     target: Annotated[
         str | None, typer.Option(metavar="DIR|ID", help=f"A small model of your own instead of {DEMO_TARGET}.")
     ] = None,

@@ -53,8 +53,9 @@ def _common(
 def main() -> None:
     """Run the command; a user's error is a message and exit code 1, never a traceback."""
     # Threads of a parallel region wait for each other spinning. With a core taken by another process that costs
-    # two thirds of the speed; a short spin loses nothing on a quiet machine (docs/experiments.md, 2026-11-29).
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # two thirds of the speed; a short spin loses nothing in large products (docs/experiments.md, 2026-11-29). The demo
+    # decodes, where a region starts every 50 us and a short spin sleeps in between; it measures whether threads pay.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000" if sys.argv[1:2] == ["demo"] else "1000")
     logging.basicConfig(
         level=logging.WARNING,
         format="%(message)s",

@@ -13,7 +13,7 @@ EPOCHS = 6
 does. At equal time six passes over 790 conversations and eight over 646 give the same (docs/experiments.md)."""
 MAX_EPOCHS = 16
 MIN_CONVERSATIONS = 64
-HELDOUT_PROMPTS, UNSEEN_PROMPTS = 40, 24
+HELDOUT_PROMPTS, UNSEEN_PROMPTS = 40, 16
 """Prompts decoded of each set where time allows; always the first ones."""
 MIN_PROMPTS = 4
 EVALUATION_SHARE = 0.6

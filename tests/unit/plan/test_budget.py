@@ -33,7 +33,7 @@ def plan(seconds: float, rates: Rates = QUIET, **changes: Any) -> DemoPlan:
 def test_seven_minutes_on_two_quiet_cores() -> None:
     """All forty held-out prompts, most of the unseen ones, several hundred conversations, within the time."""
     made = plan(400)
-    assert (made.heldout, made.unseen) == (40, 24)
+    assert (made.heldout, made.unseen) == (40, 16)
     assert 400 < made.conversations < 1200 and made.epochs == budget.EPOCHS
     assert made.train_s + made.evaluate_s <= 400 - budget.OVERHEAD_S + 1
 
