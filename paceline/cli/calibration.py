@@ -40,6 +40,7 @@ class Calibration:
         prefill_ms: A prompt of 96 tokens.
         verify_ms: A target forward over 1 to 16 tokens, by number of tokens.
         draft_ms: Drafting a block.
+        trained_block_size: Slots to train with, by the cost of verifying them.
         target_tok_per_s: Tokens made into features a second.
         step_s, tokens_per_step: An optimizer step.
         tokens_per_conversation, answer_tokens: Means over the conversations it was measured with.
@@ -55,6 +56,7 @@ class Calibration:
     prefill_ms: float
     verify_ms: dict[int, float]
     draft_ms: float
+    trained_block_size: int
     target_tok_per_s: float
     step_s: float
     tokens_per_step: float
@@ -98,7 +100,7 @@ def calibrate(config: RunConfig, lines: Sequence[str]) -> Calibration:
     """Measure this machine, in some ten seconds on two cores, with the run that is about to be made.
 
     Args:
-        config: The run, but for data, threads and type.
+        config: The run, but for data, threads, type and block size; its block size is the largest considered.
         lines: Some of its conversations, as JSONL.
     """
     from paceline.data.prepare import PrepareSettings, prepare
@@ -108,8 +110,11 @@ def calibrate(config: RunConfig, lines: Sequence[str]) -> Calibration:
         chats.write_text("".join(lines), encoding="utf-8")
         prepare([chats], data, PrepareSettings(tokenizer=config.target.path, max_length=config.data.max_length))
         update = {"data": config.data.model_copy(update={"path": str(data), "epochs": 1, "validation": 0.0})}
-        resolved, _ = resolve_config(config.model_copy(update=update))
-        return Calibration(**_decoding(resolved), **_training(resolved))
+        config = config.model_copy(update=update)
+        decoding = _decoding(resolve_config(config)[0])
+        draft = config.draft.model_copy(update={"block_size": decoding["trained_block_size"]})
+        resolved, _ = resolve_config(config.model_copy(update={"draft": draft}))
+        return Calibration(**decoding, **_training(resolved))
 
 
 def _decoding(resolved: ResolvedRun) -> dict[str, Any]:
@@ -124,14 +129,17 @@ def _decoding(resolved: ResolvedRun) -> dict[str, Any]:
     tried = measure.time_threads(measure.decoding_work(target), measure.thread_candidates(cores))
     threads = measure.choose_threads(tried)
     torch.set_num_threads(threads)
+    verify_ms = measure.time_verification(target)
+    draft_ms = measure.time_drafting(target, _random_drafter(resolved), resolved.draft.block_size)
     return {
         "cores": cores,
         "threads": threads,
         "threads_tried": tried,
         "kernel": target.kernel,
         "prefill_ms": measure.time_prefill(target),
-        "verify_ms": measure.time_verification(target),
-        "draft_ms": measure.time_drafting(target, _random_drafter(resolved), resolved.draft.block_size),
+        "verify_ms": verify_ms,
+        "draft_ms": draft_ms,
+        "trained_block_size": measure.choose_trained_block(verify_ms, draft_ms),
     }
 
 

@@ -46,8 +46,8 @@ TAPS = (0.07, 0.17, 0.27)
 """Tapped layers as shares of the depth of the demo's own target. On its task the lowest third drafts as well as the
 published spread does (docs/experiments.md), and layers above the last tap are not run. Other targets and prompts get
 the spread."""
-BLOCK_SIZE = 8
-"""Slots that the drafter is trained with; fewer are used where verifying that many costs too much."""
+MAX_BLOCK_SIZE = 8
+"""Most slots that the drafter is trained with; fewer where verifying that many costs too much."""
 NUM_TUNING = 8
 """Prompts, neither trained on nor counted, that say how far a block is accepted."""
 NUM_CALIBRATED = 32
@@ -98,7 +98,7 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for everything the demo makes.")] = Path("demo"),
     minutes: Annotated[
         float, typer.Option(metavar="M", min=2, max=30, help="For calibration, training and decoding together.")
-    ] = 7.0,
+    ] = 7.75,
     target: Annotated[
         str | None, typer.Option(metavar="DIR|ID", help=f"A small model of your own instead of {DEMO_TARGET}.")
     ] = None,
@@ -150,7 +150,7 @@ def _demo(
         if saved is None:
             saved = _calibrate(out, settings, config, lines, prompts, started)
         calibration, plan = saved
-        print_calibration(console, calibration, plan, BLOCK_SIZE)
+        print_calibration(console, calibration, plan)
     with phases.phase("prepare", "conversations -> tokens and loss mask"):
         _prepare(out, target, lines[: plan.conversations], console)
     run = RunFolder(out / "run")
@@ -311,7 +311,7 @@ def _calibrate(
 def demo_config(target: str, out: Path, is_own: bool = False) -> RunConfig:
     """The demo's run: two narrow draft layers and a short head, what a CPU trains fastest to a useful speedup.
 
-    Type, threads and epochs are not decided yet.
+    Type, threads, slots and epochs are not decided yet.
     """
     from paceline.models.loading import read_shape
 
@@ -324,7 +324,7 @@ def demo_config(target: str, out: Path, is_own: bool = False) -> RunConfig:
             "draft": {
                 "num_layers": 2,
                 "intermediate_size": max(1, shape.intermediate_size // 2),
-                "block_size": BLOCK_SIZE,
+                "block_size": MAX_BLOCK_SIZE,
                 "vocab": "observed",
             },
             "data": {"path": str(out / "data"), "max_length": MAX_LENGTH, "validation": 0.03},
@@ -342,7 +342,7 @@ def demo_config(target: str, out: Path, is_own: bool = False) -> RunConfig:
 def _planned(config: RunConfig, calibration: Calibration, plan: DemoPlan) -> RunConfig:
     """The run with what was measured and planned."""
     tree = config.model_dump(mode="json")
-    tree["draft"]["dtype"] = calibration.dtype
+    tree["draft"] |= {"dtype": calibration.dtype, "block_size": calibration.trained_block_size}
     tree["data"]["epochs"] = plan.epochs
     tree["topology"]["threads"] = calibration.threads
     return parse_config(tree)

@@ -23,7 +23,7 @@ MAX_REPLAY_S = 8.0
 """A slower answer is replayed faster, and says so."""
 
 
-def print_calibration(console: Console, calibration: Calibration, plan: DemoPlan, block_size: int) -> None:
+def print_calibration(console: Console, calibration: Calibration, plan: DemoPlan) -> None:
     """The measurements and what follows from them."""
     tried = ", ".join(f"{n}: {ms:.0f} ms" for n, ms in calibration.threads_tried.items())
     console.print(f"{calibration.threads} of {calibration.cores} cores decode fastest ({tried})", markup=False)
@@ -40,9 +40,9 @@ def print_calibration(console: Console, calibration: Calibration, plan: DemoPlan
         markup=False,
     )
     console.print(
-        f"so: {plan.conversations} conversations, {plan.epochs} times over, in blocks of {block_size} (about "
-        f"{plan.train_s:.0f} s), then {plan.heldout + plan.unseen} prompts decoded three ways (about "
-        f"{plan.evaluate_s:.0f} s)",
+        f"so: {plan.conversations} conversations, {plan.epochs} times over, in blocks of "
+        f"{calibration.trained_block_size} (about {plan.train_s:.0f} s), then {plan.heldout + plan.unseen} prompts "
+        f"decoded three ways (about {plan.evaluate_s:.0f} s)",
         markup=False,
     )
 

@@ -107,7 +107,8 @@ def test_what_was_calibrated_is_what_was_used(demo: Demo, tmp_path: Path) -> Non
     assert f"threads: {chosen['threads']}" in config and f"dtype: {chosen['dtype']}" in config
     assert list(chosen["verify_ms"]) == [str(k) for k in range(1, 17)]
     expected = chosen["expected_speedup_by_block"]
-    assert list(expected) == [str(k) for k in range(2, 9)]
+    assert list(expected) == [str(k) for k in range(2, chosen["trained_block_size"] + 1)]
+    assert f"block_size: {chosen['trained_block_size']}" in config
     assert expected[str(chosen["block_size"])] == max(expected.values())
     assert record["block_size"] == chosen["block_size"] and record["layout"] == "colocated"
 

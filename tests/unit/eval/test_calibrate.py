@@ -86,6 +86,19 @@ def test_the_block_is_what_pays_on_this_machine() -> None:
     assert cheap[2] == pytest.approx(1.6 * 30.1 / (30.2 + 2.0))
 
 
+@pytest.mark.parametrize(
+    ("ratios", "block"),
+    [
+        ({k: 1.0 for k in range(1, 17)}, 7),  # verifying is free, and an eighth slot is hardly ever reached
+        ({k: 1.0 if k <= 6 else 1.2 for k in range(1, 17)}, 6),  # an EPYC with packed weights
+        ({k: 0.6 + 0.4 * k for k in range(1, 17)}, 4),  # every token costs
+    ],
+)
+def test_the_trained_block_follows_the_cost_of_verifying(ratios: dict[int, float], block: int) -> None:
+    """As many slots as are nearly free to verify, and never fewer than four."""
+    assert calibrate.choose_trained_block({k: 33.0 * ratio for k, ratio in ratios.items()}, 4.0) == block
+
+
 def test_a_target_is_timed_and_left_usable(tmp_path: Path) -> None:
     """All verifications of 1 to 16 tokens, the prompt and the draft take time; the target decodes as before."""
     target = CachedTarget.load(tiny.save(tiny.causal_lm("llama"), tmp_path / "t"), (1, 3))
