@@ -143,7 +143,8 @@ def _demo(
         config = demo_config(target, out, is_own=bool(own_target or own_prompts))
     if own_target or own_prompts:
         with phases.phase("answer", f"the target answers up to {len(prompts.train)} prompts"):
-            lines = _answer(out, target, prompts.train, started + 60 * ANSWERING_SHARE * minutes, console)
+            deadline = started + (60 * ANSWERING_SHARE * minutes if saved is None else 0)  # a plan has enough of them
+            lines = _answer(out, target, prompts.train, deadline, console)
     else:
         lines = [_as_line(messages) for messages in prompts.train]
     with phases.phase("calibrate", "what this machine does best"):

@@ -19,6 +19,8 @@ def result(**changes: Any) -> dict[str, Any]:
         "ngram_acceptance_length": 1.5,
         "speculative_tok_per_s": 42.0,
         "acceptance_length": 2.7,
+        "baseline_decode_tok_per_s": 22.0,
+        "speculative_decode_tok_per_s": 51.0,
         "lossless": True,
         "mismatches": 0,
         "ties": 0,
@@ -42,6 +44,7 @@ def test_three_rows_on_both_sets() -> None:
     lines = text.getvalue()
     assert lines.count("plain greedy") == lines.count("n-gram drafts") == lines.count("trained drafter") == 2
     assert "2.10x" in lines and "1.50x" in lines and "1.40x" in lines and "24 prompts" in lines
+    assert "without it the drafter is 2.32x plain" in " ".join(lines.split())
     assert "every output identical; 2 answers did not end, 1 of them loops" in " ".join(lines.split())
 
 
