@@ -13,8 +13,6 @@ EPOCHS = 6
 does. At equal time six passes over 790 conversations and eight over 646 give the same (docs/experiments.md)."""
 MAX_EPOCHS = 16
 MIN_CONVERSATIONS = 64
-HELDOUT_PROMPTS, UNSEEN_PROMPTS = 40, 16
-"""Prompts decoded of each set where time allows; always the first ones."""
 MIN_PROMPTS = 4
 EVALUATION_SHARE = 0.6
 """Share of the time that decoding may take."""
@@ -73,8 +71,8 @@ def plan_demo(
     tokens_per_conversation: float,
     answer_tokens: float,
     max_cached: int,
-    heldout: int = HELDOUT_PROMPTS,
-    unseen: int = UNSEEN_PROMPTS,
+    heldout: int,
+    unseen: int,
 ) -> DemoPlan:
     """Share the time out between decoding and training.
 
@@ -86,7 +84,7 @@ def plan_demo(
         available: Conversations there are.
         tokens_per_conversation, answer_tokens: Means, in tokens.
         max_cached: Conversations whose features fit into memory.
-        heldout, unseen: Prompts there are, of each set.
+        heldout, unseen: Prompts of each set to decode where time allows.
     """
     decoded_s = _prompt_seconds(rates, answer_tokens)
     affordable = int(EVALUATION_SHARE * seconds / decoded_s)

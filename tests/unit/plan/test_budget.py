@@ -26,6 +26,7 @@ QUIET = Rates(
 def plan(seconds: float, rates: Rates = QUIET, **changes: Any) -> DemoPlan:
     options: dict[str, Any] = {
         "available": 2392, "tokens_per_conversation": 114.0, "answer_tokens": 36.0, "max_cached": 4000,
+        "heldout": 40, "unseen": 16,
     }  # fmt: skip
     return plan_demo(seconds, rates, **(options | changes))
 
