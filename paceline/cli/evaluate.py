@@ -50,7 +50,7 @@ def eval(
         typer.Option("--json", metavar="FILE", help="Write the result as JSON; `-`: to stdout, and only that."),
     ] = None,
 ) -> None:
-    """Decode prompts plainly, with copied drafts and with the drafter: acceptance length, losslessness, speed."""
+    """Decode prompts plainly, with n-gram drafts and with the drafter: acceptance length, losslessness, speed."""
     import torch
     from rich.console import Console
 
@@ -189,7 +189,7 @@ def print_evaluation(console: Console, record: dict[str, Any]) -> None:
     verdict = "yes" if record["lossless"] else f"no: {record['mismatches']} mismatches, {record['ties']} numeric ties"
     ngram = {}
     if "ngram_speedup" in record:
-        ngram["copied drafts (n-grams)"] = (
+        ngram["n-gram drafts"] = (
             f"{record['ngram_tok_per_s']:.1f} tok/s, acceptance length {record['ngram_acceptance_length']:.3f}, "
             f"speedup {record['ngram_speedup']:.2f}x"
         )
@@ -203,7 +203,7 @@ def print_evaluation(console: Console, record: dict[str, Any]) -> None:
         "speculative": f"{record['speculative_tok_per_s']:.1f} tok/s, {record['draft_frac']:.0%} of the time drafting, "
         f"{record['verify_frac']:.0%} verifying",
         "speedup": f"{record['speedup']:.2f}x"
-        + (f", {record['speedup_over_ngram']:.2f}x over copied drafts" if ngram else ""),
+        + (f", {record['speedup_over_ngram']:.2f}x over n-gram drafts" if ngram else ""),
         "identical outputs": verdict,
     }
     for name, value in rows.items():
@@ -219,7 +219,7 @@ def print_evaluation(console: Console, record: dict[str, Any]) -> None:
 
 def _print_prompt(console: Console, result: PromptResult, so_far: Evaluation, num_prompts: int) -> None:
     same = ", ".join(f"{miss.answer} differs at token {miss.position}" for miss in result.differences) or "identical"
-    copied = f"copied drafts {result.ngram.seconds:.2f} s  " if result.ngram else ""
+    copied = f"n-gram drafts {result.ngram.seconds:.2f} s  " if result.ngram else ""
     console.print(
         f"{len(so_far.results):>4}/{num_prompts}  {len(result.speculative.tokens):>4} tokens  "
         f"plain {result.plain.seconds:.2f} s  {copied}drafted {result.speculative.seconds:.2f} s  "

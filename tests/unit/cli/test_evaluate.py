@@ -52,7 +52,7 @@ def test_eval_writes_one_json_record(ngram: bool, tmp_path: Path, monkeypatch: p
     assert record["lossless"] is True
     assert record["block_size"] == 4
     assert record["kernel"]
-    assert ("ngram_tok_per_s" in record) == ("copied drafts" in result.stderr) == ngram
+    assert ("ngram_tok_per_s" in record) == ("n-gram drafts" in result.stderr) == ngram
     assert "acceptance length = tokens committed / target forwards" in result.stderr
 
 

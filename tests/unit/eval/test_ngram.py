@@ -18,7 +18,7 @@ def scanned(text: list[int], num_predicted: int) -> list[int]:
 
 
 def no_features() -> None:
-    raise AssertionError("copied drafts need no features")
+    raise AssertionError("n-gram drafts need no features")
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=12), st.integers(1, 6))
