@@ -104,11 +104,20 @@ class Data(_Section):
     """Longest row accepted, in tokens; a data set with longer rows is refused. Source: DFlash, section 5."""
     validation: float = Field(default=0.005, ge=0.0, lt=1.0)
     """Share of conversations held out, chosen by hash, so that rows of one conversation stay on one side. 0: none."""
+    template: Literal["target", "prepared"] = "target"
+    """Chat template that the data must have been prepared with. target: the target's own; other data is refused, as
+    the target would not be asked that way. prepared: the one that `prepare --template` was given; give the same one to
+    the server."""
 
 
 class Anchors(_Section):
     per_token: float = Field(default=0.1667, gt=0.0, le=1.0)
     """Anchor slots per token of a packed row. Source: DFlash, A.1 (512 per 3,072 tokens)."""
+    stratify: bool = False
+    """Sort the positions of a batch by depth, their place within their document, cut them into as many equal strata as
+    there are anchors, and draw one from each, in place of all anchors from all positions. Then every batch covers early
+    and late positions in proportion, which chance does not grant where documents are long, as reasoning traces are; no
+    position is drawn more or less often than without. Source: none; the paper draws at random."""
 
 
 class Loss(_Section):

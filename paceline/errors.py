@@ -5,6 +5,7 @@
     ├── DataError            an input file, a row or a data set that cannot be used
     ├── ModelError           a target or drafter folder that cannot be loaded or does not fit
     ├── CheckpointError      a run folder or checkpoint that is missing, damaged or of another run
+    ├── ServerError          a server that answers prompts is gone, or answers what cannot be used
     └── PipelineError        a role failed while a run was going; carries role and batch number
 
 A message says what was seen, what was wanted and what to change.
@@ -31,6 +32,10 @@ class ModelError(PacelineError, ValueError):
 
 class CheckpointError(PacelineError):
     """A run folder or a checkpoint is missing, damaged, or belongs to another run."""
+
+
+class ServerError(PacelineError):
+    """A server that answers prompts cannot be reached, refuses to work, or answers what cannot be used."""
 
 
 class PipelineError(PacelineError):

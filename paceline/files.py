@@ -15,15 +15,24 @@ _PARTIAL, _REPLACED = ".partial-", ".replaced"
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file by new content: readers see the old or the new one, also after a crash. Raises: OSError."""
-    temporary = path.with_name(f".{path.name}{_PARTIAL}{os.getpid()}")
+    with staged_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def staged_file(place: Path) -> Iterator[Path]:
+    """A path to write a file at, which takes its place when the block ends well, and vanishes otherwise.
+
+    The name is the process's own: its threads must not stage the same place at a time.
+    Raises: OSError; the older file is as it was then.
+    """
+    partial = place.with_name(f".{place.name}{_PARTIAL}{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        yield partial
+        sync(partial)
+        os.replace(partial, place)
     finally:
-        temporary.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

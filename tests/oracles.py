@@ -47,6 +47,18 @@ def document_start(position: int, docs: list[int]) -> int:
     return position
 
 
+def is_one_of_each_stratum(positions: list[int], mask: list[bool], docs: list[int], num: int) -> bool:
+    """Whether the i-th shallowest anchor lies in the i-th of `num` equal parts of the eligible positions by depth.
+
+    A position that a border runs through belongs to both parts.
+    """
+    eligible = eligible_positions(mask, docs)
+    by_depth = sorted(eligible, key=lambda p: (p - document_start(p, docs), p))
+    ranks = sorted(by_depth.index(p) for p in positions)
+    size = len(eligible) / num
+    return all(i * size - 1 + 1e-9 < rank < (i + 1) * size - 1e-9 for i, rank in enumerate(ranks))
+
+
 def noise_blocks(ids: list[int], anchors: list[int | None], block_size: int, mask_token_id: int) -> list[list[int]]:
     """The anchor's token and then mask tokens; an empty slot is all mask."""
     blocks = []

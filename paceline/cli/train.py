@@ -224,6 +224,7 @@ def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
         head.to(dtype),
         config.optim,
         num_anchors=resolved.num_anchors,
+        stratify_anchors=config.anchors.stratify,
         gamma=float(config.loss.gamma),
         seed=config.run.seed,
         total_steps=resolved.total_steps,

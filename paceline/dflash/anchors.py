@@ -50,9 +50,14 @@ def batch_generator(seed: int, batch: int) -> np.random.Generator:
 
 
 def sample_anchors(
-    loss_mask: Tensor, document_ids: Tensor, num_anchors: int, generator: np.random.Generator
+    loss_mask: Tensor,
+    document_ids: Tensor,
+    num_anchors: int,
+    generator: np.random.Generator,
+    *,
+    stratify: bool = False,
 ) -> Anchors:
-    """Draw anchors uniformly, without replacement, over the eligible positions of a packed row.
+    """Draw anchors, without replacement, over the eligible positions of a packed row, each with the same chance.
 
     Drawing over the row rather than per document gives every supervised token the same chance, so long answers do not
     starve short ones or the reverse.
@@ -62,11 +67,53 @@ def sample_anchors(
         document_ids: int ``[S]``, on the host.
         num_anchors: A, slots returned whatever the row holds: a new shape would recompile GPU kernels.
         generator: From `batch_generator`.
+        stratify: Draw one anchor from each of A equal strata of depth, the position within the document, in place of A
+            from all; the chances stay the same, and every row then covers all depths.
     """
     eligible = eligible_positions(loss_mask, document_ids).nonzero().flatten().numpy()
     kept = min(num_anchors, len(eligible))
-    chosen = np.sort(generator.choice(eligible, size=kept, replace=False)) if kept else eligible[:0]
+    if stratify and kept:
+        depths = depths_in_documents(document_ids.numpy())[eligible]
+        by_depth = eligible[np.argsort(depths, kind="stable")]
+        chosen = np.sort(by_depth[one_of_each_stratum(len(eligible), kept, generator)])
+    else:
+        chosen = np.sort(generator.choice(eligible, size=kept, replace=False)) if kept else eligible[:0]
     return make_anchors(torch.from_numpy(chosen), num_anchors)
+
+
+def depths_in_documents(document_ids: np.ndarray) -> np.ndarray:
+    """Position of each token within its document, int64 ``[S]``, from int ``[S]``; padding counts as one more."""
+    positions = np.arange(len(document_ids))
+    starts = np.flatnonzero(np.diff(document_ids, prepend=document_ids[:1] - 1))
+    return positions - starts[np.searchsorted(starts, positions, side="right") - 1]
+
+
+def one_of_each_stratum(population: int, strata: int, generator: np.random.Generator) -> np.ndarray:
+    """One of each of A strata of 0..N-1, at random, all different; every number has the same chance, A / N.
+
+    Stratum i is the interval from i * N / A to (i + 1) * N / A of a line on which number n covers n to n + 1. A number
+    on a border thus belongs to two strata by shares, and is taken as a part of either as often as its share there says,
+    but never twice: a stratum whose border number is gone takes another one, and one that finds it left takes it
+    oftener for that. In units of 1 / A all of this is exact in integers.
+
+    Args:
+        population: N.
+        strata: A, 1 to N.
+    Returns: int64 ``[A]``, ascending.
+    """
+    starts = np.arange(strata + 1) * population
+    lower = starts // strata  # the number that stratum i begins in; the last one is past the end
+    begun = -starts % strata  # the share of it that is in stratum i; 0: it begins with the stratum
+    others = (starts[:-1] + begun[:-1] + generator.integers(population - begun[:-1])) // strata
+    shared_before = np.where(begun[:-1] > 0, strata - begun[:-1], 0)
+    takes_lower = generator.integers(population - shared_before) < begun[:-1]
+    # What stratum i takes if the one before did not take the number between them: `lower` if `takes_lower`.
+    ends_shared = others == lower[1:]
+    is_taken, chosen_lower = False, np.zeros(strata, dtype=bool)
+    for i, (lower_wanted, upper_wanted) in enumerate(zip(takes_lower.tolist(), ends_shared.tolist(), strict=True)):
+        chosen_lower[i] = lower_wanted and not is_taken
+        is_taken = upper_wanted and not chosen_lower[i]
+    return np.where(chosen_lower, lower[:-1], others)
 
 
 def make_anchors(positions: Tensor, num_anchors: int | None = None) -> Anchors:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import Draft, RunConfig
+from paceline.data.chat import template_hash
 from paceline.data.dataset import Dataset, tokenizer_fingerprint
 from paceline.data.packing import PackedBatches
 from paceline.errors import ConfigError, DataError
@@ -269,6 +270,14 @@ def _check_data(config: RunConfig, shape: TargetShape, dataset: Dataset, tokeniz
             f"{config.data.path} was prepared with another tokenizer than that of {config.target.path} "
             f"(tokenizer_fingerprint {dataset.info.tokenizer_fingerprint[:12]}, now {found[:12]}): prepare it again "
             "with --tokenizer of the target"
+        )
+    template = template_hash(tokenizer)
+    own = config.data.template == "target" and tokenizer.chat_template  # a base model has none to differ from
+    if own and template != dataset.info.template_hash:
+        raise DataError(
+            f"{config.data.path} was prepared with another chat template than that of {config.target.path} "
+            f"(template_hash {dataset.info.template_hash[:12]}, now {template[:12]}): prepare it again with the "
+            "target's own, or set data.template=prepared if the server will be given the other one"
         )
     if (largest := dataset.largest_token()) >= shape.vocab_size:
         raise DataError(

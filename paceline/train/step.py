@@ -30,6 +30,7 @@ class TrainStep:
         embed: The target's embedding.
         head: The drafter's part of the target's output head, in the compute type.
         num_anchors: A, anchor slots of a micro-batch.
+        stratify_anchors: `anchors.stratify`.
         gamma: Decay length of the loss weights, in positions.
         seed: The run's seed; with the batch number it keys the anchors.
         total_steps: Steps that the learning-rate schedule spans.
@@ -44,6 +45,7 @@ class TrainStep:
         optim: Optim,
         *,
         num_anchors: int,
+        stratify_anchors: bool = False,
         gamma: float,
         seed: int,
         total_steps: int,
@@ -54,6 +56,7 @@ class TrainStep:
         self.head = head
         self.optim = optim
         self.num_anchors = num_anchors
+        self.stratify_anchors = stratify_anchors
         self.gamma = gamma
         self.seed = seed
         self.total_steps = total_steps
@@ -67,7 +70,9 @@ class TrainStep:
         """
         tokens, shape, device = features.tokens, self.drafter.shape, features.context_feature.device
         generator = batch_generator(self.seed, tokens.number)
-        anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, self.num_anchors, generator)
+        anchors = sample_anchors(
+            tokens.loss_mask, tokens.document_ids, self.num_anchors, generator, stratify=self.stratify_anchors
+        )
         labels, weights = self.drafter.labels_and_weights(tokens, anchors, self.gamma)  # [A, J]
         left = tokens_left(tokens.loss_mask, tokens.document_ids, anchors, self.drafter.num_predicted + 1)  # [A]
         sums = StepSums(weight=float(weights.sum()), blocks=anchors.num_kept, tokens=tokens.num_tokens, batches=1)

@@ -40,7 +40,7 @@ def test_two_paths_are_enough() -> None:
     assert (c.draft.num_layers, c.draft.block_size, c.draft.mask_token_id) == (5, 16, "auto")
     assert (c.optim.lr, c.optim.warmup_ratio, c.optim.weight_decay, c.optim.clip) == (6e-4, 0.04, 0.0, 1.0)
     assert (c.data.epochs, c.data.max_length, c.data.validation) == (6, 3072, 0.005)
-    assert round(c.anchors.per_token * 3072) == 512
+    assert (round(c.anchors.per_token * 3072), c.anchors.stratify) == (512, False)
     assert (c.run.seed, c.run.deterministic, c.run.max_steps) == (0, False, None)
     assert (c.checkpoint.every_steps, c.checkpoint.keep_last) == (500, 3)
 
@@ -221,10 +221,12 @@ def test_changed_keys_names_what_would_train_otherwise() -> None:
     """A resumed run is told every key that changes the numbers, with both values, and nothing else."""
     saved = config("optim.lr=1e-3", "draft.mask_token_id=267", "target.layer_ids=[0, 2]")
     wanted = config("optim.lr=2e-3", "draft.mask_token_id=268", "target.layer_ids=[1, 2]", "topology.targets=4",
-                    "pipeline.queue_depth=9", "checkpoint.every_steps=7", "run.dir=elsewhere")  # fmt: skip
+                    "pipeline.queue_depth=9", "anchors.stratify=true", "checkpoint.every_steps=7",
+                    "run.dir=elsewhere")  # fmt: skip
     assert changed_keys(saved, wanted) == [
         ("target.layer_ids", [0, 2], [1, 2]),
         ("draft.mask_token_id", 267, 268),
+        ("anchors.stratify", False, True),
         ("optim.lr", 1e-3, 2e-3),
     ]
     assert changed_keys(saved, saved) == []

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from paceline.data.chat import ChatTokenizer, load_tokenizer
-from paceline.data.dataset import FORMAT, INFO_FILE, Dataset, DatasetInfo, DatasetWriter
+from paceline.data.dataset import FORMAT, INFO_FILE, Dataset, DatasetInfo, DatasetWriter, Rows
 from paceline.data.prepare import PrepareSettings, Report, prepare
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -65,7 +65,8 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
         writer = DatasetWriter(folder)
         for i, length in enumerate(lengths):
             ids, mask = generator.integers(0, 256, length), generator.random(length) < 0.5
-            writer.add(ids, mask, f"file.jsonl:{i + 1}", i if conversations is None else conversations[i])
+            conversation = i if conversations is None else conversations[i]
+            writer.add(Rows.join([(ids, mask, i + 1, conversation)]), "file.jsonl")
         writer.close()
         info = DatasetInfo(
             format=FORMAT,
@@ -82,6 +83,7 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
             max_length=3072,
             on_long="cut",
             fingerprint=writer.fingerprint,
+            files=writer.files,
         )
         (folder / INFO_FILE).write_text(json.dumps({"dataset": info.model_dump()}), encoding="utf-8")
         return Dataset.open(folder)

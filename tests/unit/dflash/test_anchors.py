@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.dflash.anchors import batch_generator, eligible_positions, make_anchors, sample_anchors
+from paceline.dflash.anchors import (
+    batch_generator,
+    depths_in_documents,
+    eligible_positions,
+    make_anchors,
+    one_of_each_stratum,
+    sample_anchors,
+)
 from paceline.records import TokenBatch
 from tests import oracles, tiny
 from tests.unit.dflash.strategies import rows
@@ -87,6 +94,69 @@ def test_anchors_are_uniform_over_eligible_positions() -> None:
     freedom = len(eligible) - 1
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
     assert np.abs(counts[eligible] / expected - 1).max() < 0.25
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows(), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 10**6))
+def test_a_stratified_sample_has_one_of_each_stratum(
+    tokens: TokenBatch, num_anchors: int, seed: int, batch: int
+) -> None:
+    """It is an allowed sample; all positions if they are few, else one from each of `num_anchors` parts by depth."""
+    _, mask, docs = oracles.lists(tokens)
+    generator = batch_generator(seed, batch)
+    anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, num_anchors, generator, stratify=True)
+    positions, keep = anchors.positions.tolist(), anchors.keep.tolist()
+    assert oracles.is_allowed_sample(positions, keep, mask, docs, num_anchors)
+    kept = positions[: anchors.num_kept]
+    assert oracles.is_one_of_each_stratum(kept, mask, docs, max(len(kept), 1))
+
+
+def test_the_stratified_draw_of_a_key_never_changes() -> None:
+    """Pinned like the other draw."""
+    tokens = tiny.row([60, 50, 10], 128, supervised=1.0)
+    anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, 12, batch_generator(0, 0), stratify=True)
+    assert anchors.positions.tolist() == [8, 20, 25, 30, 35, 43, 49, 65, 71, 76, 107, 112]
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows())
+def test_depths_count_from_the_start_of_the_document(tokens: TokenBatch) -> None:
+    """Inside documents depth is the position id of the row."""
+    docs = tokens.document_ids.numpy()
+    depths = depths_in_documents(docs)
+    assert depths[docs >= 0].tolist() == tokens.position_ids.numpy()[docs >= 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("population", "strata"), [(7, 3), (7, 5), (12, 4), (11, 10), (9, 1), (6, 6), (3, 2), (40, 17), (23, 7)]
+)
+def test_strata_give_every_number_the_same_chance(population: int, strata: int) -> None:
+    """Each of N numbers is drawn A / N of the time, those on the borders of strata too; all of a draw differ."""
+    draws, counts = 8000, np.zeros(population)
+    generator = np.random.default_rng(0)
+    for _ in range(draws):
+        drawn = one_of_each_stratum(population, strata, generator)
+        assert (np.diff(drawn) > 0).all()
+        counts[drawn] += 1
+    chance = strata / population
+    assert counts.sum() == draws * strata
+    assert (np.abs(counts - draws * chance) <= 4.5 * np.sqrt(draws * chance * (1 - chance))).all()
+
+
+def test_stratified_anchors_cover_depth_evenly() -> None:
+    """A row's share of deep anchors is that of deep positions to within one anchor; drawn at random it scatters."""
+    tokens = tiny.row([400, 100, 90, 50, 10], 660, supervised=1.0)
+    docs = tokens.document_ids
+    depths = depths_in_documents(docs.numpy())
+    eligible = eligible_positions(tokens.loss_mask, docs).numpy()
+    wanted = 60 * (eligible & (depths >= 100)).sum() / eligible.sum()
+
+    def deep(batch: int, stratify: bool) -> int:
+        anchors = sample_anchors(tokens.loss_mask, docs, 60, batch_generator(1, batch), stratify=stratify)
+        return int((depths[anchors.positions.numpy()] >= 100).sum())
+
+    assert max(abs(deep(batch, True) - wanted) for batch in range(200)) < 1
+    assert max(abs(deep(batch, False) - wanted) for batch in range(200)) > 5
 
 
 def test_t03_anchors_near_document_ends() -> None:

@@ -8,18 +8,19 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.cli.train import resolve_config
 from paceline.config import changed_keys, parse_config
-from paceline.data.dataset import Dataset
+from paceline.data.dataset import INFO_FILE, Dataset, DatasetWriter, Rows
 from paceline.data.prepare import PrepareSettings, prepare
 from paceline.errors import ConfigError, DataError
 from paceline.models.loading import load_tokenizer, read_shape
 from paceline.plan.memory import GIB, memory_plan
-from paceline.plan.resolve import ResolvedRun, choose_mask_token, resolve_device
-from tests.toy import Toy
+from paceline.plan.resolve import ResolvedRun, choose_mask_token, resolve, resolve_device
+from tests.toy import ASSETS, Toy
 
 
 def resolve_toy(toy: Toy, *overrides: str) -> ResolvedRun:
@@ -39,6 +40,33 @@ def test_nothing_stays_auto(toy: Toy) -> None:
 
 def _leaves(tree: dict) -> list[tuple[str, object]]:
     return [(f"{s}.{k}", v) for s, section in tree.items() for k, v in section.items()]
+
+
+def test_a_row_of_64k_tokens_sets_the_size_of_a_batch(toy: Toy, tmp_path: Path) -> None:
+    """tokens_per_batch=auto is the longest row, rounded up to tiles of 128, and everything fits into such batches."""
+    lengths, generator = [40, 65_600, 700, *range(300, 500)], np.random.default_rng(0)
+    writer = DatasetWriter(tmp_path)
+    for line, n in enumerate(lengths):
+        row = (generator.integers(0, 200, n), generator.random(n) < 0.7, line + 1, line)
+        writer.add(Rows.join([row]), "traces.jsonl")
+    writer.close()
+    update = {"num_rows": len(lengths), "num_tokens": writer.num_tokens, "longest": writer.longest, "files": writer.files}
+    info = Dataset.open(toy.data).info.model_copy(update=update)
+    (tmp_path / INFO_FILE).write_text(json.dumps({"dataset": info.model_dump()}), encoding="utf-8")
+    shape = dataclasses.replace(read_shape(str(toy.target)), max_position_embeddings=131_072)
+    overrides = ("pipeline.tokens_per_batch=auto", "data.max_length=65600", "data.validation=0", "data.epochs=1")
+    resolved = resolve(
+        toy.config(Path("run"), *overrides, "optim.tokens_per_step=auto"),
+        shape,
+        Dataset.open(tmp_path),
+        load_tokenizer(str(toy.target)),
+    )
+    size = 513 * 128
+    assert resolved.config.pipeline.tokens_per_batch == resolved.config.optim.tokens_per_step == size
+    assert resolved.num_anchors == int(size * 0.1667)
+    batches = [resolved.batches.batch(n) for n in range(len(resolved.batches))]
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(lengths)))
+    assert len(batches) == 1 + -(-(sum(lengths) - 65_600) // size)
 
 
 def test_a_step_is_defined_by_its_tokens(toy: Toy) -> None:
@@ -98,6 +126,21 @@ def test_data_of_another_tokenizer_is_refused(toy: Toy, tmp_path: Path) -> None:
     prepare([toy.conversations], tmp_path / "data", PrepareSettings(tokenizer=str(other), max_length=128))
     with pytest.raises(DataError, match=r"prepared with another tokenizer .*tokenizer_fingerprint"):
         resolve_toy(toy, f"data.path={tmp_path / 'data'}")
+
+
+def test_data_of_another_template_is_refused_unless_asked_for(toy: Toy, tmp_path: Path) -> None:
+    """Data that the target would be asked for in another way is refused; a target without a template takes any."""
+    other = ASSETS / "templates" / "chatml_generation.jinja"
+    settings = PrepareSettings(tokenizer=str(toy.target), template=other, max_length=128)
+    prepare([toy.conversations], tmp_path / "data", settings)
+    data = f"data.path={tmp_path / 'data'}"
+    with pytest.raises(DataError, match=r"another chat template .*template_hash .* set data\.template=prepared"):
+        resolve_toy(toy, data)
+    assert resolve_toy(toy, data, "data.template=prepared").config.data.template == "prepared"
+    bare = tmp_path / "target"
+    shutil.copytree(toy.target, bare)
+    (bare / "chat_template.jinja").unlink()
+    assert resolve_toy(dataclasses.replace(toy, target=bare), data).config.data.template == "target"
 
 
 @pytest.mark.parametrize(

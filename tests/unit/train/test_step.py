@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return tiny.target("llama", tmp_path_factory.mktemp("step") / "target", layer_ids=(1, 3))
 
 
-def make_step(target: Target, num_anchors: int = 12, dtype: torch.dtype = torch.float32) -> TrainStep:
+def make_step(target: Target, num_anchors: int = 12, dtype: torch.dtype = torch.float32, **more: Any) -> TrainStep:
     drafter = tiny.drafter(tiny.draft_shape())
-    settings = {"num_anchors": num_anchors, "gamma": GAMMA, "seed": 5, "total_steps": 10, "dtype": dtype}
+    settings = {"num_anchors": num_anchors, "gamma": GAMMA, "seed": 5, "total_steps": 10, "dtype": dtype, **more}
     return TrainStep(drafter, target.embed, target.head.to(dtype), Optim(lr=1e-2, clip=1e9), **settings)
 
 
@@ -44,7 +45,9 @@ def plain_loss(step: TrainStep, features: FeatureBatch) -> tuple[Tensor, float]:
     """Weighted loss of a micro-batch by full logits and autograd, with the reference attention."""
     tokens, drafter = features.tokens, step.drafter
     generator = batch_generator(step.seed, tokens.number)
-    anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, step.num_anchors, generator)
+    anchors = sample_anchors(
+        tokens.loss_mask, tokens.document_ids, step.num_anchors, generator, stratify=step.stratify_anchors
+    )
     labels, valid = block_labels(tokens.input_ids, tokens.loss_mask, tokens.document_ids, anchors, 4)
     weights = valid * decay_weights(3, GAMMA)
     layout = BlockLayout.of_row(anchors, tokens.document_starts, 4, len(tokens.input_ids))
@@ -74,6 +77,16 @@ def test_an_update_uses_the_gradient_of_the_pooled_loss(target: Target) -> None:
     for one, other in zip(seen, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert float(grad_norm) == pytest.approx(float(torch.stack([g.norm() for g in wanted]).norm()), rel=1e-4)
+
+
+def test_stratified_anchors_are_those_of_the_sampler(target: Target) -> None:
+    """`stratify_anchors` reaches the sampler: the loss is that of its anchors, and another than without."""
+    features = target.features(tiny.row([9, 14, 30], 64, seed=1))
+    step = make_step(target, num_anchors=6, stratify_anchors=True)
+    sums = step.accumulate(features)
+    loss, weight = plain_loss(step, features)
+    assert sums.weight == pytest.approx(weight) and sums.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert make_step(target, num_anchors=6).accumulate(features).loss != sums.loss
 
 
 def test_a_batch_with_nothing_to_learn_changes_nothing(target: Target) -> None:
