@@ -1,4 +1,4 @@
-"""`paceline prepare` and `paceline inspect`."""
+"""`paceline prepare`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.data.dataset import DatasetInfo
-    from paceline.data.prepare import Report
+    from paceline.data.prepare import InputReport, Report
 
-ROWS_SHOWN = 3
-"""Rows that `inspect` prints for a person unless told otherwise."""
+INPUT_HELP = (
+    "A file (JSONL, JSON, Parquet, Arrow; JSON also .gz or .zst), a folder of them, or hf:ORG/NAME of a hub; then "
+    ",weight=W ,license=NAME and for a hub ,split=S ,config=C ,revision=R as wanted."
+)
 
 
 def prepare(
-    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="JSONL files with `messages` on each line.")],
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help=INPUT_HELP)],
     tokenizer: Annotated[str, typer.Option(metavar="DIR|ID", help="The target's tokenizer.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Data set folder to make; an old data set is replaced.")],
     template: Annotated[
@@ -49,6 +51,7 @@ def prepare(
     """Turn conversations into a data set: exactly the tokens the target sees, and those it would say."""
     from dataclasses import asdict
 
+    from paceline.data.inputs import parse_input
     from paceline.data.prepare import PrepareSettings
     from paceline.data.prepare import prepare as run_prepare
 
@@ -63,46 +66,11 @@ def prepare(
         workers=workers,
     )
     with _progress_bar() as on_progress:
-        info, report = run_prepare(inputs, out, settings, on_progress)
+        info, report = run_prepare([parse_input(text) for text in inputs], out, settings, on_progress)
     if as_json:
         print(json.dumps({"out": str(out), "dataset": info.model_dump(), "report": asdict(report)}))
     else:
         print("\n".join(summary(out, info, report)))
-
-
-def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Data set folder made by `paceline prepare`.")],
-    rows: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Rows to show from the first on; 3, or all with --json.")
-    ] = None,
-    row: Annotated[int | None, typer.Option(metavar="I", min=0, help="Show this row alone, counted from 0.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Tokenizer to use in place of the copy in the data set.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One line a row: row, source, input_ids, loss_mask, text.")
-    ] = False,
-) -> None:
-    """Show which tokens train: supervised ones in colour, control tokens and control characters visible."""
-    from rich.console import Console
-
-    from paceline.data.dataset import Dataset
-    from paceline.data.inspect import LEGEND, load_own_tokenizer, row_record, show_row
-
-    dataset = Dataset.open(folder)
-    if row is not None and row >= len(dataset):
-        raise DataError(f"--row {row}: {folder} has rows 0 to {len(dataset) - 1}")
-    own_tokenizer = load_own_tokenizer(dataset, folder, tokenizer)
-    limit = rows if rows is not None else len(dataset) if as_json else ROWS_SHOWN
-    chosen = range(min(limit, len(dataset))) if row is None else [row]
-    if as_json:
-        for index in chosen:
-            print(json.dumps(row_record(dataset, own_tokenizer, index)))
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(LEGEND)
-    for index in chosen:
-        console.print(show_row(dataset, own_tokenizer, index))
 
 
 def parse_share(text: str) -> float:
@@ -115,12 +83,22 @@ def parse_share(text: str) -> float:
 
 def summary(out: Path, info: DatasetInfo, report: Report) -> list[str]:
     """What a person wants to know after `prepare`, and the next command."""
-    num_kept = report.num_lines - report.num_rejected
+    num_kept = report.num_lines - report.num_rejected - report.num_left_out
     supervised = f"{info.num_supervised:,} supervised ({info.num_supervised / info.num_tokens:.1%})"
     lines = [
         f"{info.num_rows:,} rows from {num_kept:,} of {report.num_lines:,} lines in {out}",
         f"{info.num_tokens:,} tokens, {supervised}, longest row {info.longest:,}",
     ]
+    if report.fill is not None:
+        lines.append(f"packed into batches of {report.fill_tokens:,} tokens, they fill {report.fill:.1%}")
+    if len(report.kinds) > 1 or "conversations" not in report.kinds:
+        lines.append("they hold " + ", ".join(f"{count:,} {kind}" for kind, count in report.kinds.items()))
+    if len(report.inputs) > 1:
+        lines += [
+            f"  {part.num_tokens / info.num_tokens:6.1%} of the tokens: {_input_line(part)}" for part in report.inputs
+        ]
+    for part in report.inputs:
+        lines += [f"  {count:,} files of {part.source['path']} not read: {why}" for why, count in part.ignored.items()]
     if report.num_supervised_lost:
         share = report.num_supervised_lost / (report.num_supervised_lost + info.num_supervised)
         lines.append(
@@ -136,8 +114,13 @@ def summary(out: Path, info: DatasetInfo, report: Report) -> list[str]:
     return [*lines, f"next: paceline inspect {out}"]
 
 
+def _input_line(part: InputReport) -> str:
+    weight = f", {part.num_left_out:,} lines left out by weight {part.weight:g}" if part.num_left_out else ""
+    return f"{part.source['path']} ({part.num_rows:,} rows{weight})"
+
+
 @contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
+def _progress_bar() -> Iterator[Callable[[int, int | None], None] | None]:
     """A bar on standard error that takes bytes done and bytes in all; None where that is no terminal."""
     from rich.console import Console
     from rich.progress import Progress

@@ -6,40 +6,31 @@ t, the template is rendered twice:
     prompt = messages[:t] with the generation prompt      what a server feeds the target
     answer = messages[:t + 1] without it                  the same, followed by the turn
 
-`answer` must continue `prompt`, and the row has the prompt's tokens, id for id, as a server would tokenize it; what
-follows, through the end-of-turn token, is supervised. Turns share one row as long as each turn's tokens begin the
-next rendering; where a template rewrites earlier turns (it removes their reasoning), the next turn starts a row of
-its own.
+The row has the prompt's tokens, id for id, as a server would tokenize it; what follows in the answer, through the
+end-of-turn token, is supervised. (`Template.said` finds what the target said where a template does not show it there.)
+Turns share one row as long as each turn's tokens begin the next rendering; where a template rewrites earlier turns (it
+removes their reasoning), the next turn starts a row of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from paceline.data.readers import Conversation, Rejection
+from paceline.data.dialects import Conversation, Rejection
+from paceline.data.encoder import Encoder, any_of
+from paceline.data.templates import ADVICE, Template, Turn, changed, is_reasoning_mark
 from paceline.errors import DataError
 
 MIN_SUPERVISED = 2
 """Supervised tokens that must follow each other somewhere in a row: an anchor and one token to predict."""
-
-PROBE = "paceline"
-"""Answer of the conversation by which a template's end-of-turn token is found."""
-
-EXCERPT = 40
-"""Characters of a rendering that a rejection quotes."""
-
-GUARDS = tuple(chr(0xF0000 + i) for i in range(16))
-"""Private-use characters; one that a row does not contain marks control tokens typed as text while it is rendered."""
 
 
 @dataclass(frozen=True)
@@ -88,167 +79,169 @@ class ChatTokenizer:
     Control tokens (the tokenizer's special ones) come from the template alone: typed inside a system, user or tool
     message they stay text; inside an assistant message they reject the row, as the target would have ended its turn
     there or said something else.
+
+    Attributes:
+        vocab_size: Number of token ids.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> None:
-        """Study the template once.
+        """Study tokenizer and template once.
 
         Args:
-            tokenizer: With a chat template.
-            thinking: Passed to the template as ``enable_thinking``; None leaves the template its own default.
+            tokenizer: With a chat template. Where a ``generation_config.json`` lies beside it, the ids at which
+                generation stops end a turn too.
+            thinking: Passed to the template, see `template_options`; None leaves the template its own default.
         """
+        self.vocab_size = len(tokenizer)
         self._tokenizer = tokenizer
-        self._options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-        added = tokenizer.added_tokens_decoder
-        self._added_ids = set(added)
-        self._control_ids = np.array(
-            sorted({i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)), dtype=np.int32
-        )
-        controls = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
-        self._control_pattern = _alternatives(controls)
-        self._cut_pattern = _alternatives({control for control in controls if self._is_cut("a 1 ", f"{control} b\n")})
-        self._joins_cleanly = self._is_cut("a 1:\n", "b 2\n")
-        self._end_of_turn = self._find_end_of_turn()
+        self._encoder = Encoder(tokenizer, is_reasoning_mark)
+        self._stop_ids = _stop_ids(tokenizer)
+        self._stops = any_of(self._encoder.added_ids[i] for i in self._stop_ids & self._encoder.added_ids.keys())
+        self._template = Template(tokenizer, thinking, self._stops)
+        # What is rejected may fit under another mode; the rejection then says so.
+        modes = {word: mode for word, mode in (("on", True), ("off", False)) if mode is not thinking}
+        others = {word: Template(tokenizer, mode, self._stops) for word, mode in modes.items()}
+        self._other_modes = {word: other for word, other in others.items() if other.prompt != self._template.prompt}
+        self._study_ends()
+
+    def _study_ends(self) -> None:
+        """Find what ends a turn from what follows the answer in small conversations."""
+        last, user, tool = (self._encoder.ids(self._template.after_answer(role)) for role in (None, "user", "tool"))
+        added = self._encoder.added_ids
+        # What follows an answer in history too is its own. What follows a last answer alone may close the
+        # conversation, as in Phi's template; where nothing is shared it ends the turn, as in gpt-oss's.
+        shared = [i for k, i in enumerate(last) if last[: k + 1] == user[: k + 1]]
+        ends = [i for i in shared if i in added] or [i for i in last if i in added]
+        self._known_end = not ends or bool(self._stop_ids.intersection(ends))
+        # Control tokens that end a turn in which nothing known does, for example one of a call.
+        closing_ids = self._encoder.control_ids.union(ends[:1]) - self._stop_ids
+        self._late_ends: dict[str, str] = {}
+        if user and not ends:  # the first token of the next message ends the turn, as in GLM's template
+            closing_ids = set()
+            for role, ids in (("user", user), ("tool", tool)):
+                first = next((i for i in ids if i in added), None)
+                if first in self._stop_ids:
+                    self._late_ends[role] = added[first]
+        self._is_stop, self._is_closing = self._encoder.table(self._stop_ids), self._encoder.table(closing_ids)
 
     def rows(self, conversation: Conversation) -> list[TokenRow]:
         """Training rows of a conversation: one, or more where the template rewrites earlier turns.
 
-        Raises: Rejection if the template refuses the conversation, or renders an answer after another prompt than the
-            one a server would use.
+        Raises: Rejection if there is no assistant turn, if the template refuses the conversation, or if it does not
+            show what the target said to the prompt that a server would use.
         """
-        messages, tools, guard = self._shield(conversation)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prompts = [self._render(messages[:t], tools, add_generation_prompt=True) for t in turns]
-        answers = [self._render(messages[: t + 1], tools) for t in turns]
-        for t, prompt, answer in zip(turns, prompts, answers, strict=True):
-            _check_calls(t + 1, messages[t], answer[len(prompt) :])
-        whole = answers[-1] if turns[-1] == len(messages) - 1 else self._render(messages, tools)
-        ids = self._encode([*prompts, *answers, whole], guard)
-        prompt_ids, answer_ids, whole_ids = ids[: len(turns)], ids[len(turns) : -1], ids[-1]
+        (rows,) = self.rows_many([conversation])
+        if isinstance(rows, Rejection):
+            raise rows
+        return rows
 
+    def rows_many(self, conversations: Sequence[Conversation]) -> list[list[TokenRow] | Rejection]:
+        """`rows` of many conversations, which is quicker: for each its rows, or the rejection in their place."""
+        drafts = [self._draft(conversation) for conversation in conversations]
+        encoded = iter(self._encoder.encode([(d.texts, d.guard) for d in drafts if isinstance(d, _Draft)]))
+        return [self._rows(draft, next(encoded)) if isinstance(draft, _Draft) else draft for draft in drafts]
+
+    def document(self, text: str) -> TokenRow:
+        """Row of a text without turns: all of it is supervised, but for the special tokens that frame it.
+
+        Raises: Rejection if control tokens are in the text, as nobody can tell who said what then.
+        """
+        begin = self._tokenizer.bos_token
+        has_begin = bool(begin) and text.startswith(begin)
+        body = text[len(begin) :] if has_begin else text
+        if seen := self._encoder.typed_control(body):
+            raise Rejection(
+                "control token in a text",
+                f"{seen!r}: give `messages`, or `input_ids` with `loss_mask`, to tell what the target said",
+            )
+        encoded = self._tokenizer(body, return_special_tokens_mask=True, verbose=False)
+        ids = np.array(encoded["input_ids"], dtype=np.int32)
+        framing = np.array(encoded["special_tokens_mask"], dtype=bool)
+        size = int(np.flatnonzero(~framing).max(initial=-1)) + 1  # without an added end: nothing says that it ends here
+        ids, framing = ids[:size], framing[:size]
+        if has_begin and not framing[:1].any():  # written, and not added
+            ids, framing = np.insert(ids, 0, self._tokenizer.bos_token_id), np.insert(framing, 0, True)
+        mask = ~framing
+        mask[:1] = False  # nothing precedes it
+        return TokenRow(ids, mask, turn=1)
+
+    def _draft(self, conversation: Conversation) -> _Draft | Rejection:
+        """A conversation's rows as text."""
+        try:
+            messages, tools, guard = self._encoder.shield(conversation)
+            turns, whole = self._turns(messages, tools)
+        except Rejection as rejection:
+            return rejection
+        if self._late_ends:
+            turns = [self._end_late(turn, messages) for turn in turns]
+        return _Draft(turns, whole or turns[-1].answer, guard)
+
+    def _turns(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[list[Turn], str]:
+        """`Template.turns`; a rejection says what to do about it."""
+        try:
+            return self._template.turns(messages, tools)
+        except Rejection as rejection:
+            if rejection.kind not in ADVICE:
+                raise
+            fitting = [word for word, mode in self._other_modes.items() if mode.fits(messages, tools)]
+            advice = f"it fits with --thinking {fitting[0]}" if fitting else ADVICE[rejection.kind]
+            raise Rejection(rejection.kind, f"{rejection.detail}; {advice}") from None
+
+    def _end_late(self, turn: Turn, messages: list[dict[str, Any]]) -> Turn:
+        """The turn with the end that the template leaves to the next message."""
+        if self._stops.search(turn.said):
+            return turn
+        if turn.index + 1 < len(messages):
+            role = messages[turn.index + 1]["role"]
+        else:
+            role = "tool" if messages[turn.index].get("tool_calls") else "user"
+        return Turn(turn.index, turn.prompt, turn.said + self._late_ends.get(role, ""))
+
+    def _rows(self, draft: _Draft, ids: list[np.ndarray]) -> list[TokenRow] | Rejection:
+        """Rows of a conversation from the ids of its `_Draft.texts`."""
         rows: list[TokenRow] = []
         spans: list[tuple[int, int]] = []  # supervised, of the row that is being grown
-        grown = answer_ids[0]
-        for turn, (before, after) in enumerate(zip(prompt_ids, answer_ids, strict=True), start=1):
+        grown = whole = ids[-1]
+        for number, (turn, before, after) in enumerate(zip(draft.turns, ids[:-1:2], ids[1::2], strict=True), start=1):
             if not _starts_with(after, before):
-                after = self._continue(turn, prompts[turn - 1], before, answers[turn - 1], guard)
+                # The answer's first characters merge into the prompt's last token. The target is fed the prompt's
+                # tokens and goes on from there, so the two are tokenized apart.
+                if not self._encoder.joins_cleanly:
+                    return changed(number, turn.prompt, turn.answer)
+                after = np.concatenate([before, self._encoder.ids(turn.said)], dtype=np.int32)
             span = self._supervised_span(before, after)
             if spans and not _starts_with(after, grown[: spans[-1][1]]):
-                rows.append(_make_row(grown, spans, turn - 1))
+                rows.append(_make_row(grown, spans, number - 1))
                 spans = []
             grown = after
             spans.append(span)
-        if _starts_with(whole_ids, grown):
-            grown = whole_ids  # messages after the last answer
-        rows.append(_make_row(grown, spans, len(turns)))
+        if _starts_with(whole, grown):
+            grown = whole  # messages after the last answer
+        rows.append(_make_row(grown, spans, len(draft.turns)))
         return rows
-
-    def _continue(self, turn: int, prompt: str, prompt_ids: np.ndarray, answer: str, guard: str) -> np.ndarray:
-        """Tokens of an answer whose first characters, tokenized in one go, would merge into the prompt's last token.
-
-        The target is fed the prompt's tokens and goes on from there, so the two are tokenized apart.
-        Raises: Rejection if the answer's rendering is no continuation of the prompt.
-        """
-        if answer.startswith(prompt) and self._joins_cleanly:
-            return np.concatenate([prompt_ids, *self._encode([answer[len(prompt) :]], guard)])
-        at = len(os.path.commonprefix([prompt, answer]))
-        wanted, seen = (text[at : at + EXCERPT].replace(guard, "") for text in (prompt, answer))
-        raise Rejection(
-            "template changes the prompt",
-            f"assistant turn {turn}: at character {at} the generation prompt goes on with {wanted!r}, "
-            f"the rendering with the answer with {seen!r}",
-        )
 
     def _supervised_span(self, prompt: np.ndarray, answer: np.ndarray) -> tuple[int, int]:
         """Start and end of what the target says in `answer`, which begins with `prompt`."""
         said = answer[len(prompt) :]
-        ends = np.flatnonzero(said == self._end_of_turn) if self._end_of_turn is not None else said[:0]
-        if not len(ends):  # another kind of turn, for example one that ends in a call token
-            ends = np.flatnonzero(np.isin(said, self._control_ids))
-        # A template without any end token is supervised to the end of its rendering.
-        return len(prompt), len(prompt) + (int(ends[-1]) + 1 if len(ends) else len(said))
+        ends = np.flatnonzero(self._is_stop[said])[:1] if self._known_end else said[:0]
+        if not len(ends):
+            ends = np.flatnonzero(self._is_closing[said])[-1:]
+        # Generation stops at the first known end; a turn without any end is supervised to where its rendering ends.
+        return len(prompt), len(prompt) + (int(ends[0]) + 1 if len(ends) else len(said))
 
-    def _find_end_of_turn(self) -> int | None:
-        """Id of the first added token after the answer in a small conversation, or None."""
-        try:
-            text = self._render([{"role": "user", "content": "-"}, {"role": "assistant", "content": PROBE}], None)
-        except Rejection:
-            return None
-        _, found, after = text.rpartition(PROBE)
-        ids = self._tokenizer(after, add_special_tokens=False)["input_ids"] if found else []
-        return next((i for i in ids if i in self._added_ids), None)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> str:
-        try:  # as a batch of one: an empty conversation is no batch otherwise
-            rendered = self._tokenizer.apply_chat_template(
-                [messages], tools=tools, tokenize=False, **options, **self._options
-            )
-        except Exception as error:  # a template is a foreign program: it may fail in any way
-            message = str(error).strip() or type(error).__name__
-            raise Rejection("template refuses the conversation", message.splitlines()[0]) from error
-        return rendered[0]  # type: ignore[index, return-value]  # text, as nothing was tokenized
+@dataclass(frozen=True)
+class _Draft:
+    """A conversation as text: its turns, the rendering of all its messages, and the guard in both."""
 
-    def _shield(self, conversation: Conversation) -> tuple[list[dict[str, Any]], list[Any] | None, str]:
-        """Messages and tools with a guard character inside every control token typed as text, and that character.
+    turns: list[Turn]
+    whole: str
+    guard: str
 
-        The guard is empty where nothing had to be marked.
-        """
-        pattern = self._control_pattern
-        messages, tools = conversation.messages, conversation.tools
-        if pattern is None:
-            return messages, tools, ""
-        for number, message in enumerate(messages, start=1):
-            if message["role"] == "assistant" and (seen := _search(pattern, message)):
-                raise Rejection("control token in an answer", f"message {number} contains {seen!r}")
-        if not _search(pattern, [messages, tools]):
-            return messages, tools, ""
-        guard = next((g for g in GUARDS if not _search(re.compile(g), [messages, tools])), None)
-        if guard is None:
-            raise Rejection("control token in a message", "and every private-use character that could mark it as text")
-        return _mark(pattern, guard, messages), _mark(pattern, guard, tools), guard
-
-    def _encode(self, texts: Sequence[str], guard: str) -> list[np.ndarray]:
-        """Token ids of each text, int32.
-
-        Texts are cut before control tokens, where tokenization starts afresh, so that every distinct piece (the
-        renderings of a conversation share most of theirs) is tokenized once.
-        """
-        cut = [self._pieces(text) for text in texts]
-        distinct = list(dict.fromkeys(piece for pieces in cut for piece in pieces))
-        plain = [piece for piece in distinct if not guard or guard not in piece]
-        known = dict(zip(plain, self._tokenize(plain), strict=True)) if plain else {}
-        known.update((piece, self._tokenize_guarded(piece, guard)) for piece in distinct if piece not in known)
-        empty = np.empty(0, dtype=np.int32)
-        return [np.concatenate([known[piece] for piece in pieces]) if pieces else empty for pieces in cut]
-
-    def _pieces(self, text: str) -> list[str]:
-        starts = [match.start() for match in self._cut_pattern.finditer(text)] if self._cut_pattern else []
-        bounds = [0, *starts, len(text)]
-        return [text[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True) if a < b]
-
-    def _tokenize(self, pieces: list[str], **options: Any) -> list[np.ndarray]:
-        # The template has written what begins a text: special tokens added here would double it.
-        ids = self._tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)[
-            "input_ids"
-        ]
-        return [np.array(piece, dtype=np.int32) for piece in ids]
-
-    def _tokenize_guarded(self, piece: str, guard: str) -> np.ndarray:
-        """Token ids of a piece in which control tokens with a guard inside are text."""
-        assert self._control_pattern is not None
-        parts: list[np.ndarray] = []
-        start = 0
-        for match in self._control_pattern.finditer(piece):
-            parts += self._tokenize([piece[start : match.start()].replace(guard, "")], split_special_tokens=True)
-            parts += self._tokenize([match.group()])
-            start = match.end()
-        parts += self._tokenize([piece[start:].replace(guard, "")], split_special_tokens=True)
-        return np.concatenate(parts)
-
-    def _is_cut(self, before: str, after: str) -> bool:
-        """Whether two texts give the same ids apart and together."""
-        apart = np.concatenate(self._tokenize([before, after, after]))
-        return np.array_equal(apart, self._tokenize([before + after + after])[0])
+    @property
+    def texts(self) -> list[str]:
+        """Prompt and answer of every turn, then the whole; most begin with the one before."""
+        return [*(text for turn in self.turns for text in (turn.prompt, turn.answer)), self.whole]
 
 
 def longest_supervised_run(loss_mask: np.ndarray) -> int:
@@ -257,12 +250,16 @@ def longest_supervised_run(loss_mask: np.ndarray) -> int:
     return int((edges[1::2] - edges[::2]).max(initial=0))
 
 
-def _check_calls(number: int, message: dict[str, Any], said: str) -> None:
-    """Raises: Rejection if a template without room for tool calls has left them out of what is said."""
-    for call in message.get("tool_calls", []):
-        name = call.get("function", call).get("name")
-        if not isinstance(name, str) or name not in said:
-            raise Rejection("template drops tool calls", f"message {number}: the call of {name!r} is not rendered")
+def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids at which generation stops: the tokenizer's own, and those of a generation config beside it."""
+    ids = {tokenizer.eos_token_id}
+    if tokenizer.name_or_path:
+        try:
+            stops = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
+        except OSError:  # there is none
+            stops = None
+        ids.update(stops if isinstance(stops, list) else [stops])
+    return ids - {None}
 
 
 def _make_row(ids: np.ndarray, spans: list[tuple[int, int]], turn: int) -> TokenRow:
@@ -274,32 +271,3 @@ def _make_row(ids: np.ndarray, spans: list[tuple[int, int]], turn: int) -> Token
 
 def _starts_with(ids: np.ndarray, beginning: np.ndarray) -> bool:
     return np.array_equal(ids[: len(beginning)], beginning)
-
-
-def _alternatives(words: set[str]) -> re.Pattern[str] | None:
-    """Pattern of the words, longest first as tokenizers match them; None for none."""
-    longest_first = sorted((word for word in words if len(word) > 1), key=lambda word: (-len(word), word))
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _search(pattern: re.Pattern[str], value: Any) -> str | None:
-    """First match in the strings of a JSON value."""
-    if isinstance(value, str):
-        match = pattern.search(value)
-        return match.group() if match else None
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list):
-        return next((seen for item in value if (seen := _search(pattern, item))), None)
-    return None
-
-
-def _mark(pattern: re.Pattern[str], guard: str, value: Any) -> Any:
-    """The JSON value with a guard after the first character of every match in its strings."""
-    if isinstance(value, str):
-        return pattern.sub(lambda match: match.group()[0] + guard + match.group()[1:], value)
-    if isinstance(value, dict):
-        return {_mark(pattern, guard, key): _mark(pattern, guard, item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_mark(pattern, guard, item) for item in value]
-    return value

@@ -1,6 +1,6 @@
-"""`paceline prepare`: conversation files to a data set folder that appears whole or not at all.
+"""`paceline prepare`: conversations to a data set folder that appears whole or not at all.
 
-Lines go through `RowMaker` in chunks, here or in worker processes, and come back in input order; one `_Recorder`
+Chunks of records go through a `RowMaker`, here or in worker processes, and come back in input order; one `_Recorder`
 writes rows and rejections and keeps the counts. What is held at any time is a bounded number of chunks.
 """
 
@@ -11,46 +11,42 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import signal
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from paceline import __version__
-from paceline.data.chat import (
-    MIN_SUPERVISED,
-    ChatTokenizer,
-    TokenRow,
-    load_tokenizer,
-    longest_supervised_run,
-    template_hash,
-)
+from paceline.data.chat import MIN_SUPERVISED, ChatTokenizer, load_tokenizer, template_hash
 from paceline.data.dataset import (
     FORMAT,
     INFO_FILE,
+    PLANS_DIR,
     REJECTED_FILE,
     ROWS_FILE,
     TOKENIZER_DIR,
+    TOKENS_FILE,
     DatasetInfo,
     DatasetWriter,
     tokenizer_fingerprint,
 )
-from paceline.data.readers import Line, Rejection, check_input, parse_line, read_lines
+from paceline.data.inputs import Input, Source, open_inputs
+from paceline.data.packing import plan_epoch
+from paceline.data.reading import Chunk
+from paceline.data.rows import Outcome, RowMaker
 from paceline.errors import ConfigError, DataError
 from paceline.files import staged_folder
-
-CHUNK_LINES = 256
-CHUNK_BYTES = 1 << 20
-"""Lines and bytes after which a chunk is handed on; a longer line is a chunk of its own."""
 
 WORKER_BYTES = 32 << 20
 """Input that earns one more worker process by default: starting one costs seconds."""
@@ -58,17 +54,23 @@ WORKER_BYTES = 32 << 20
 CHUNKS_PER_WORKER = 3
 """Chunks under way for each worker; more would only hold memory."""
 
-TEXT_CHARACTERS = 200
-"""Characters of a rejected line that are kept."""
-
 NUM_EXAMPLES = 5
-"""Rejected rows that a failed run prints."""
+"""Rejected records that a failed run prints."""
 
 MIN_HISTOGRAM_BITS = 5
 """The first bin of the length histogram ends at 2^5 = 32 tokens; each next one ends at the double."""
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+FILL_TOKENS = 12_288
+"""Batch size for which the report tells how well rows pack: the one that training chooses on a GPU."""
+
+FILL_ROWS = 100_000
+"""Rows that this is measured on; more would cost seconds and tell the same."""
+
+FILL_BATCHES = 20
+"""Fewer batches than this tell nothing about how well rows pack."""
+
+Progress = Callable[[int, int | None], None]
+"""Called with bytes done and bytes in all; None while the latter is unknown."""
 
 
 @dataclass(frozen=True)
@@ -104,266 +106,247 @@ class PrepareSettings:
             raise ConfigError(f"--workers {self.workers} is too few: at least 1")
 
 
+@dataclass
+class InputReport:
+    """What became of one input.
+
+    Attributes:
+        source: Where its records come from and what they may be used under.
+        weight: How often each conversation is used.
+        num_lines: Records: lines that are not blank, rows of a table.
+        num_rejected: Records of which nothing was kept.
+        num_left_out: Records that the weight left out.
+        num_rows: Rows made of it.
+        num_tokens: Tokens of these rows.
+        num_supervised: Supervised ones among them.
+        ignored: Files of a folder that were not read: how many, by reason.
+    """
+
+    source: dict[str, Any]
+    weight: float
+    num_lines: int = 0
+    num_rejected: int = 0
+    num_left_out: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_supervised: int = 0
+    ignored: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Report:
     """What a run of `prepare` did; `prepare.json` holds it beside the data set's own section.
 
     Attributes:
-        num_lines: Lines that are not blank.
-        num_rejected: Lines of which nothing was kept.
-        rejected: Those lines by kind of reason.
-        dropped_turns: Turn rows left out of lines that were kept, by kind of reason.
+        num_lines: Records of all inputs: lines that are not blank, rows of tables.
+        num_rejected: Records of which nothing was kept.
+        rejected: Those by kind of reason.
+        dropped_turns: Turn rows left out of records that were kept, by kind of reason.
+        num_left_out: Records that the weights of inputs left out.
+        kinds: Records by what they held: conversations, texts, token rows.
         num_supervised_lost: Supervised tokens that the length policy cost.
         length_histogram: Rows by length: key k counts lengths in (k / 2, k], the first key from 1.
+        fill: Mean share of a batch of `fill_tokens` that holds rows, measured on at most `FILL_ROWS` rows; None where
+            they make fewer than `FILL_BATCHES` batches, of which the last alone would decide.
+        fill_tokens: Tokens of a batch for which `fill` holds.
+        inputs: What became of each input.
     """
 
     num_lines: int
     num_rejected: int
     rejected: dict[str, int]
     dropped_turns: dict[str, int]
+    num_left_out: int
+    kinds: dict[str, int]
     num_supervised_lost: int
     length_histogram: dict[int, int]
-
-
-class _Row(NamedTuple):
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    conversation: int
-
-
-@dataclass
-class Outcome:
-    """What became of one line.
-
-    Attributes:
-        rows: Kept rows.
-        rejections: Why the line, or the turns of it that are not in `rows`, cannot be used.
-        num_supervised_lost: Supervised tokens that the length policy cost.
-    """
-
-    rows: list[_Row] = field(default_factory=list)
-    rejections: list[Rejection] = field(default_factory=list)
-    num_supervised_lost: int = 0
-
-
-class RowMaker:
-    """Lines to rows, under one tokenizer, template and length policy."""
-
-    def __init__(self, chat: ChatTokenizer, max_length: int, on_long: Literal["cut", "drop"]) -> None:
-        self._chat = chat
-        self._max_length = max_length
-        self._on_long = on_long
-
-    def __call__(self, line: Line) -> Outcome:
-        """Rows and rejections of a line; never raises for what a line holds."""
-        outcome = Outcome()
-        try:
-            conversation = parse_line(line.raw)
-            content_hash = conversation.hash
-            candidates = self._chat.rows(conversation)
-        except Rejection as rejection:
-            outcome.rejections.append(rejection)
-            return outcome
-        for candidate in candidates:
-            try:
-                row = self._fit(candidate, outcome)
-            except Rejection as rejection:
-                outcome.rejections.append(_name_turn(rejection, candidate.turn) if len(candidates) > 1 else rejection)
-            else:
-                outcome.rows.append(_Row(row.input_ids, row.loss_mask, content_hash))
-        return outcome
-
-    def _fit(self, row: TokenRow, outcome: Outcome) -> TokenRow:
-        """The row under the length policy, with something to learn in it; counts what the policy cost."""
-        _check_supervised(row.loss_mask)
-        length = len(row.input_ids)
-        if length <= self._max_length:
-            return row
-        if self._on_long == "drop":
-            outcome.num_supervised_lost += int(row.loss_mask.sum())
-            raise Rejection("longer than max-length", f"{length} tokens, limit {self._max_length}")
-        # Copies: a view would keep the whole row in memory for as long as the cut one.
-        ids, mask = row.input_ids[: self._max_length].copy(), row.loss_mask[: self._max_length].copy()
-        cut = TokenRow(ids, mask, row.turn)
-        try:
-            _check_supervised(cut.loss_mask)
-        except Rejection as rejection:
-            outcome.num_supervised_lost += int(row.loss_mask.sum())
-            seen = f"cut from {length} to {self._max_length} tokens: {rejection.detail}"
-            raise Rejection("nothing to learn within max-length", seen) from rejection
-        outcome.num_supervised_lost += int(row.loss_mask[self._max_length :].sum())
-        return cut
-
-
-def _check_supervised(loss_mask: np.ndarray) -> None:
-    """Raises: Rejection unless two supervised tokens follow each other somewhere."""
-    if longest_supervised_run(loss_mask) >= MIN_SUPERVISED:
-        return
-    count = int(loss_mask.sum())
-    if count < MIN_SUPERVISED:
-        tokens = "token" if count == 1 else "tokens"
-        raise Rejection(
-            "too few supervised tokens", f"{count} supervised {tokens}, below the minimum of {MIN_SUPERVISED}"
-        )
-    raise Rejection("too few supervised tokens", f"none of {count} supervised tokens follows another")
-
-
-def _name_turn(rejection: Rejection, turn: int) -> Rejection:
-    return Rejection(rejection.kind, f"row of assistant turn {turn}: {rejection.detail}")
+    fill: float | None
+    fill_tokens: int
+    inputs: list[InputReport]
 
 
 def prepare(
-    inputs: Sequence[Path], out: Path, settings: PrepareSettings, on_progress: Progress | None = None
+    inputs: Sequence[Input | Path], out: Path, settings: PrepareSettings, on_progress: Progress | None = None
 ) -> tuple[DatasetInfo, Report]:
-    """Make a data set folder from JSONL files of conversations.
+    """Make a data set folder from conversations.
 
     Args:
-        inputs: Files, read in this order.
+        inputs: Read in this order.
         out: Folder to make; an existing data set there is replaced once the new one is complete.
         settings: See `PrepareSettings`.
         on_progress: Called now and then with bytes done and bytes in all.
     Raises: DataError if an input, the tokenizer or the output cannot be used, if no row or too few are usable, or at
         the first bad row under ``on_error="fail"``; `out` is then as it was.
     """
-    total_bytes = sum(check_input(path) for path in inputs)
+    sources = open_inputs([spec if isinstance(spec, Input) else Input(str(spec)) for spec in inputs])
+    sizes = [source.num_bytes for source in sources]
+    total_bytes = None if None in sizes else sum(filter(None, sizes))
     out = out.resolve()
     tokenizer = load_tokenizer(settings.tokenizer, settings.template)
+    _check_regenerated(sources, tokenizer)
     workers = settings.workers or _default_workers(total_bytes)
-    chunks = _chunks(chain.from_iterable(read_lines(path) for path in inputs))
-    results = _run_here(chunks, tokenizer, settings) if workers == 1 else _run_pool(chunks, settings, workers)
+    work = ((number, chunk) for number, source in enumerate(sources) for chunk in source.chunks())
+    weights = [source.input.weight for source in sources]
+    if workers == 1:
+        results = _run_here(work, weights, tokenizer, settings)
+    else:
+        results = _run_pool(work, weights, settings, workers)
     try:
         _check_output(out)
         with staged_folder(out) as folder:
-            with (
-                closing(_Recorder(folder, stop_at_first=settings.on_error == "fail")) as recorder,
-                closing(results),
-            ):
+            with closing(_Recorder(folder, sources, settings)) as recorder, closing(results):
                 done = 0
-                for chunk, outcomes in results:
-                    for line, outcome in zip(chunk, outcomes, strict=True):
-                        recorder.add(line, outcome)
-                    done += sum(len(line.raw) + 1 for line in chunk)
+                for task, outcome in results:
+                    recorder.add(task, outcome)
+                    done += task.num_bytes
                     if on_progress is not None:
-                        on_progress(min(done, total_bytes), total_bytes)
-                report = recorder.finish(settings.max_rejected)
-            tokenizer.save_pretrained(str(folder / TOKENIZER_DIR))
+                        on_progress(done, total_bytes)
+                report = recorder.finish()
+            _save_tokenizer(tokenizer, folder / TOKENIZER_DIR)
             info = _describe(recorder.writer, tokenizer, settings)
-            _write_info(folder, info, report, inputs, settings)
+            _write_info(folder, info, report, settings)
     except OSError as error:
         what = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise DataError(f"data set {out} could not be written: {what}; nothing was published") from error
     return info, report
 
 
+class _Task(NamedTuple):
+    """A chunk that was handed to a worker."""
+
+    source: int
+    file: str
+    num_bytes: int
+
+
 class _Recorder:
     """Writes rows and rejections in input order and keeps the counts."""
 
-    def __init__(self, folder: Path, *, stop_at_first: bool) -> None:
+    def __init__(self, folder: Path, sources: Sequence[Source], settings: PrepareSettings) -> None:
         self.writer = DatasetWriter(folder)
         self._rejected_file = (folder / REJECTED_FILE).open("w", encoding="utf-8")
-        self._stop_at_first = stop_at_first
-        self._num_lines = 0
+        self._settings = settings
+        self._sources = sources
+        self._inputs = [InputReport(source.provenance, source.input.weight) for source in sources]
+        self._lengths = np.zeros(0, dtype=np.int64)  # rows by their exact length
         self._num_supervised_lost = 0
+        self._kinds: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
         self._dropped_turns: Counter[str] = Counter()
-        self._histogram: Counter[int] = Counter()
         self._examples: list[str] = []
 
-    def add(self, line: Line, outcome: Outcome) -> None:
-        """Record one line. Raises: DataError at a rejection if the run stops at the first."""
-        self._num_lines += 1
+    def add(self, task: _Task, outcome: Outcome) -> None:
+        """Record one chunk. Raises: DataError at a rejection if the run stops at the first."""
+        if outcome.reasons and self._settings.on_error == "fail":
+            raise DataError(f"{outcome.reasons[0]}; nothing was published (--on-error fail)")
+        rows, report = outcome.rows, self._inputs[task.source]
+        self.writer.add(rows, task.file)
+        self._rejected_file.writelines(line + "\n" for line in outcome.listed)
+        report.num_lines += outcome.num_records
+        report.num_rejected += outcome.rejected.total()
+        report.num_left_out += outcome.num_left_out
+        report.num_rows += len(rows)
+        report.num_tokens += len(rows.input_ids)
+        report.num_supervised += int(np.count_nonzero(rows.loss_mask))
+        counts = np.bincount(rows.lengths, minlength=len(self._lengths))
+        counts[: len(self._lengths)] += self._lengths
+        self._lengths = counts
         self._num_supervised_lost += outcome.num_supervised_lost
-        source = f"{line.file}:{line.number}"
-        for row in outcome.rows:
-            self.writer.add(row.input_ids, row.loss_mask, source, row.conversation)
-            self._histogram[1 << max((len(row.input_ids) - 1).bit_length(), MIN_HISTOGRAM_BITS)] += 1
-        for rejection in outcome.rejections:
-            if self._stop_at_first:
-                raise DataError(f"{source}: {rejection.reason}; nothing was published (--on-error fail)")
-            self._list(line, rejection)
-        if outcome.rows:
-            self._dropped_turns.update(rejection.kind for rejection in outcome.rejections)
-        else:
-            self._rejected[outcome.rejections[0].kind] += 1
-            if len(self._examples) < NUM_EXAMPLES:
-                self._examples.append(f"  {source}: {outcome.rejections[0].reason}")
+        self._kinds += outcome.kinds
+        self._rejected += outcome.rejected
+        self._dropped_turns += outcome.dropped_turns
+        self._examples = (self._examples + outcome.reasons)[:NUM_EXAMPLES]
 
-    def finish(self, max_rejected: float) -> Report:
-        """Close the files. Raises: DataError if no row was kept, or a larger share of lines than this was rejected."""
+    def finish(self) -> Report:
+        """Close the files. Raises: DataError if no row was kept, or too large a share of the records was rejected."""
+        num_lines = sum(report.num_lines for report in self._inputs)
         num_rejected = self._rejected.total()
+        max_rejected = self._settings.max_rejected
         if not self.writer.num_rows:
-            raise DataError(f"no usable rows remain: all {num_rejected} lines were rejected\n{self._explain()}")
-        if num_rejected > max_rejected * self._num_lines:
+            left_out = sum(report.num_left_out for report in self._inputs)
+            beside = f", {left_out} left out by weight" if left_out else ""
+            raise DataError(f"no usable rows remain: all {num_rejected} lines were rejected{beside}\n{self._explain()}")
+        if num_rejected > max_rejected * num_lines:
             raise DataError(
-                f"{num_rejected} of {self._num_lines} lines ({num_rejected / self._num_lines:.1%}) were rejected, more "
+                f"{num_rejected} of {num_lines} lines ({num_rejected / num_lines:.1%}) were rejected, more "
                 f"than --max-rejected {max_rejected * 100:g}%; nothing was published\n{self._explain()}\n"
                 "If the rest is what you want, raise the limit, for example --max-rejected 100%."
             )
         self.writer.close()
+        self._rejected_file.close()  # what a full disk kept back is an error here
+        for report, source in zip(self._inputs, self._sources, strict=True):
+            report.ignored = dict(source.ignored)
+        fill_tokens = max(FILL_TOKENS, self.writer.longest)
         return Report(
-            num_lines=self._num_lines,
+            num_lines=num_lines,
             num_rejected=num_rejected,
             rejected=dict(self._rejected.most_common()),
             dropped_turns=dict(self._dropped_turns.most_common()),
+            num_left_out=sum(report.num_left_out for report in self._inputs),
+            kinds=dict(self._kinds.most_common()),
             num_supervised_lost=self._num_supervised_lost,
-            length_histogram=dict(sorted(self._histogram.items())),
+            length_histogram=self._histogram(),
+            fill=self._fill(fill_tokens),
+            fill_tokens=fill_tokens,
+            inputs=self._inputs,
         )
 
     def close(self) -> None:
         """Let go of the files, finished or not."""
-        self._rejected_file.close()
-        self.writer.abort()
+        try:
+            self._rejected_file.close()
+        finally:
+            self.writer.abort()
 
-    def _list(self, line: Line, rejection: Rejection) -> None:
-        text = line.raw[: 4 * TEXT_CHARACTERS].decode("utf-8", errors="replace")[:TEXT_CHARACTERS]
-        record = {"file": line.file, "line": line.number, "reason": rejection.reason, "text": text}
-        self._rejected_file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    def _histogram(self) -> dict[int, int]:
+        bins: Counter[int] = Counter()
+        for length in np.flatnonzero(self._lengths).tolist():
+            bins[1 << max((length - 1).bit_length(), MIN_HISTOGRAM_BITS)] += int(self._lengths[length])
+        return dict(sorted(bins.items()))
+
+    def _fill(self, capacity: int) -> float | None:
+        """Mean share of a batch that holds rows, over rows of every k-th rank by length where there are many."""
+        lengths = np.repeat(np.arange(len(self._lengths)), self._lengths)
+        lengths = lengths[:: -(-len(lengths) // FILL_ROWS)]
+        num_tokens = int(lengths.sum())
+        if num_tokens < FILL_BATCHES * capacity:
+            return None
+        return num_tokens / (plan_epoch(lengths, capacity, seed=0, epoch=0).num_batches * capacity)
 
     def _explain(self) -> str:
         counts = [f"  {count} x {kind}" for kind, count in self._rejected.most_common()]
-        return "\n".join(["by reason:", *counts, "the first of them:", *self._examples])
-
-
-def _chunks(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    chunk: list[Line] = []
-    size = 0
-    for line in lines:
-        if chunk and (len(chunk) >= CHUNK_LINES or size + len(line.raw) > CHUNK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(line)
-        size += len(line.raw)
-    if chunk:
-        yield chunk
+        examples = [f"  {example}" for example in self._examples]
+        return "\n".join(["by reason:", *counts, "the first of them:", *examples])
 
 
 def _run_here(
-    chunks: Iterable[list[Line]], tokenizer: Any, settings: PrepareSettings
-) -> Generator[tuple[list[Line], list[Outcome]]]:
+    work: Iterable[tuple[int, Chunk]], weights: Sequence[float], tokenizer: Any, settings: PrepareSettings
+) -> Generator[tuple[_Task, Outcome]]:
     make_rows = RowMaker(ChatTokenizer(tokenizer, settings.thinking), settings.max_length, settings.on_long)
-    for chunk in chunks:
-        yield chunk, [make_rows(line) for line in chunk]
+    for source, chunk in work:
+        yield _Task(source, chunk.file, chunk.num_bytes), make_rows(chunk, weights[source])
 
 
 def _run_pool(
-    chunks: Iterable[list[Line]], settings: PrepareSettings, workers: int
-) -> Generator[tuple[list[Line], list[Outcome]]]:
+    work: Iterable[tuple[int, Chunk]], weights: Sequence[float], settings: PrepareSettings, workers: int
+) -> Generator[tuple[_Task, Outcome]]:
     """The same over worker processes: results in input order, a bounded number of chunks under way.
 
     Workers are spawned: tokenizers run threads, which a fork would copy in an unknown state.
     """
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(settings,))
-    waiting: deque[tuple[list[Line], Future[list[Outcome]]]] = deque()
-    source = iter(chunks)
+    waiting: deque[tuple[_Task, Future[Outcome]]] = deque()
+    left = iter(work)
     try:
         while True:
-            for chunk in islice(source, workers * CHUNKS_PER_WORKER - len(waiting)):
-                waiting.append((chunk, executor.submit(_work, chunk)))
+            for source, chunk in islice(left, workers * CHUNKS_PER_WORKER - len(waiting)):
+                task = _Task(source, chunk.file, chunk.num_bytes)
+                waiting.append((task, executor.submit(_work, chunk, weights[source])))
             if not waiting:
                 return
-            chunk, future = waiting.popleft()
-            yield chunk, future.result()
+            task, future = waiting.popleft()
+            yield task, future.result()
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process ended without a word, probably for want of memory: use fewer --workers"
@@ -379,19 +362,50 @@ _worker_maker: RowMaker | None = None
 def _start_worker(settings: PrepareSettings) -> None:
     global _worker_maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker a core already
     tokenizer = load_tokenizer(settings.tokenizer, settings.template)
     _worker_maker = RowMaker(ChatTokenizer(tokenizer, settings.thinking), settings.max_length, settings.on_long)
 
 
-def _work(chunk: list[Line]) -> list[Outcome]:
+def _end_with_parent() -> None:
+    """A parent that was killed cannot tell its workers, which would wait for the next chunk for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(chunk: Chunk, weight: float) -> Outcome:
     assert _worker_maker is not None
-    return [_worker_maker(line) for line in chunk]
+    return _worker_maker(chunk, weight)
 
 
-def _default_workers(total_bytes: int) -> int:
+def _default_workers(total_bytes: int | None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(total_bytes // WORKER_BYTES, cores))
+    return cores if total_bytes is None else max(1, min(total_bytes // WORKER_BYTES, cores))
+
+
+def _check_regenerated(sources: Sequence[Source], tokenizer: Any) -> None:
+    """Raises: DataError if the answers of an input were made with another tokenizer: their ids mean other text."""
+    for source in sources:
+        made_with = source.provenance.get("regenerated", {}).get("tokenizer_fingerprint")
+        if made_with not in (None, ours := tokenizer_fingerprint(tokenizer)):
+            raise DataError(
+                f"input {source.input.path} holds token ids of another tokenizer (tokenizer_fingerprint "
+                f"{made_with[:12]}, --tokenizer has {ours[:12]}): name the tokenizer that it was regenerated with"
+            )
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Keep a copy. Raises: OSError, also where the library has a bare exception for a disk that is full."""
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except OSError:
+        raise
+    except Exception as error:
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
 
 
 def _describe(writer: DatasetWriter, tokenizer: Any, settings: PrepareSettings) -> DatasetInfo:
@@ -410,16 +424,15 @@ def _describe(writer: DatasetWriter, tokenizer: Any, settings: PrepareSettings) 
         max_length=settings.max_length,
         on_long=settings.on_long,
         fingerprint=writer.fingerprint,
+        files=writer.files,
     )
 
 
-def _write_info(
-    folder: Path, info: DatasetInfo, report: Report, inputs: Sequence[Path], settings: PrepareSettings
-) -> None:
+def _write_info(folder: Path, info: DatasetInfo, report: Report, settings: PrepareSettings) -> None:
     content = {
         "dataset": info.model_dump(),
         "report": asdict(report),
-        "settings": {**asdict(settings), "inputs": [str(path) for path in inputs]},
+        "settings": asdict(settings),
         "versions": {
             "paceline": __version__,
             "python": platform.python_version(),
@@ -437,7 +450,7 @@ def _check_output(out: Path) -> None:
     if not out.is_dir():
         raise DataError(f"output {out} exists and is no folder: choose another --out")
     found = {path.name for path in out.iterdir()}
-    foreign = found - {ROWS_FILE, INFO_FILE, REJECTED_FILE, TOKENIZER_DIR}
+    foreign = found - {ROWS_FILE, INFO_FILE, REJECTED_FILE, TOKENS_FILE, TOKENIZER_DIR, PLANS_DIR}
     if found and (foreign or INFO_FILE not in found):
         what = f"holds {sorted(foreign)[0]}" if foreign else f"has no {INFO_FILE}"
         raise DataError(f"output {out} exists and is not only a data set (it {what}): choose another --out")

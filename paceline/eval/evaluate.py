@@ -16,7 +16,8 @@ import torch
 import transformers
 
 from paceline import __version__
-from paceline.data.readers import Rejection, decode_record, read_lines
+from paceline.data.dialects import Rejection
+from paceline.data.inputs import Input, open_inputs, read_records
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import DataError
 from paceline.eval.decode import CachedTarget, Decoded, ngram_decode, plain_decode, speculative_decode
@@ -360,12 +361,11 @@ def encode_prompts(
 
 
 def _messages_of(files: Sequence[Path]) -> Iterator[list[dict[str, Any]]]:
-    for file in files:
-        for line in read_lines(file):
-            try:
-                yield prompt_messages(decode_record(line.raw))
-            except Rejection as error:
-                raise DataError(f"{line.file}:{line.number}: {error.reason}") from error
+    for record in read_records(open_inputs([Input(str(file)) for file in files])):
+        try:
+            yield prompt_messages(record.decode())
+        except Rejection as error:
+            raise DataError(f"{record.file}:{record.number}: {error.reason}") from error
 
 
 def prompt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:

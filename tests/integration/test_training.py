@@ -98,6 +98,15 @@ def test_another_seed_is_another_training(toy: Toy, straight: tuple[Path, list[d
     assert other[0]["loss"] != straight[1][0]["loss"]
 
 
+def test_stratified_anchors_are_another_training(toy: Toy, tmp_path: Path) -> None:
+    """`anchors.stratify` reaches the step: the same batches, other anchors."""
+    few = ("run.max_steps=2", "anchors.per_token=0.05")
+    _, plain = train(toy.config(tmp_path / "plain", *few))
+    _, stratified = train(toy.config(tmp_path / "stratified", *few, "anchors.stratify=true"))
+    assert [line["tokens"] for line in stratified] == [line["tokens"] for line in plain]
+    assert stratified[0]["loss"] != plain[0]["loss"]
+
+
 @pytest.mark.parametrize("stops", [[1], [5], [3, 4, 9]], ids=str)
 def test_a_stopped_and_resumed_run_is_the_straight_run(
     toy: Toy, straight: tuple[Path, list[dict]], tmp_path: Path, stops: list[int]
@@ -173,6 +182,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(toy: Toy, tmp_path: Path) -> Non
         ("draft.mask_token_id=268", r"draft\.mask_token_id: the run was started with 267, now 268"),
         ("target.layer_ids=[1]", r"target\.layer_ids: the run was started with \[1, 2\], now \[1\]"),
         ("optim.lr=1e-3", r"optim\.lr: the run was started with 0\.003, now 0\.001"),
+        ("anchors.stratify=true", r"anchors\.stratify: the run was started with False, now True"),
     ],
 )
 def test_a_run_folder_refuses_other_settings(toy: Toy, straight: tuple, override: str, message: str) -> None:

@@ -58,7 +58,7 @@ def test_d01_keeps_good_lines_and_lists_bad_ones(tmp_path: Path, run_prepare: Ru
     assert [record["reason"] for record in listed] == [
         "invalid JSON: Unterminated string starting at (character 42)",
         "not a JSON object: a JSON array",
-        "no messages list: `messages` is string; keys seen: messages",
+        "no list of messages: `messages` is a JSON string",
         "missing content: message 2 (assistant)",
         "not a JSON object: a JSON number",
     ]
@@ -82,20 +82,15 @@ def test_d02_line_endings_and_byte_order_mark_are_no_content(
     assert [rows["1"][0], rows["2"][0]] == expected("D02_bom_crlf")["rows"]
 
 
-def test_d03_other_dialects_are_rejected_by_their_keys(tmp_path: Path, run_prepare: RunPrepare) -> None:
-    """The messages dialect gives the exact row; each other one is rejected with the keys that were seen."""
-    run_prepare(INPUTS / "D03_key_dialects" / "input.jsonl")
+def test_d03_all_dialects_give_one_row(tmp_path: Path, run_prepare: RunPrepare) -> None:
+    """Six ways to write one conversation give one and the same row, and count as one conversation."""
+    info, report = run_prepare(INPUTS / "D03_key_dialects" / "input.jsonl")
     row = expected("D03_key_dialects")["row"]
     ids = row.pop("input_ids")
-    assert rows_by_line(tmp_path / "out") == {"1": [row]}
-    assert Dataset.open(tmp_path / "out").row(0)[0].tolist() == ids
-    assert rejections(tmp_path / "out") == {
-        2: "no messages list: `messages` is missing; keys seen: conversations",
-        3: "no messages list: `messages` is missing; keys seen: conversations",
-        4: "no messages list: `messages` is missing; keys seen: conversations",
-        5: "no messages list: `messages` is missing; keys seen: conversations, system",
-        6: "no messages list: `messages` is null; keys seen: conversations, messages",
-    }
+    assert rows_by_line(tmp_path / "out") == {str(line): [row] for line in range(1, 7)}
+    dataset = Dataset.open(tmp_path / "out")
+    assert [dataset.row(i)[0].tolist() for i in range(6)] == [ids] * 6
+    assert (info.num_conversations, report.num_rejected) == (1, 0)
 
 
 def test_d04_rows_with_nothing_to_learn_are_dropped(tmp_path: Path, run_prepare: RunPrepare) -> None:

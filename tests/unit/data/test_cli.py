@@ -10,12 +10,13 @@ import typer
 from typer.testing import CliRunner
 
 from paceline.cli import data as commands
+from paceline.cli.inspect import inspect
 from paceline.errors import ConfigError, DataError
 from tests.unit.data.conftest import INPUTS, TOY_TOKENIZER, chat, template, write_lines
 
 APP = typer.Typer()
 APP.command()(commands.prepare)
-APP.command()(commands.inspect)
+APP.command()(inspect)
 
 
 def run(*arguments: object) -> str:

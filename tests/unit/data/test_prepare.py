@@ -5,17 +5,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from paceline.data import prepare as prepare_module
+from paceline.data import reading
 from paceline.data.dataset import Dataset, DatasetWriter
 from paceline.data.prepare import PrepareSettings
 from paceline.errors import ConfigError, DataError
-from tests.unit.data.conftest import RunPrepare, chat, toy, write_lines
+from tests.unit.data.conftest import TOY_TOKENIZER, RunPrepare, chat, template, toy, write_lines
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -45,7 +50,11 @@ def test_prepare_json_describes_the_data_set(tmp_path: Path, run_prepare: RunPre
     assert report.length_histogram == {32: 2, 64: 1}
     content = json.loads((tmp_path / "out" / "prepare.json").read_text())
     assert content["report"]["rejected"] == {"invalid JSON": 1}
-    assert content["settings"]["inputs"] == [str(one), str(two)]
+    assert [part["source"]["path"] for part in content["report"]["inputs"]] == [str(one), str(two)]
+    assert [(part["num_lines"], part["num_rejected"]) for part in content["report"]["inputs"]] == [(3, 1), (1, 0)]
+    assert [part["num_rows"] for part in content["report"]["inputs"]] == [2, 1]
+    assert sum(part["num_tokens"] for part in content["report"]["inputs"]) == info.num_tokens
+    assert report.fill is None
     assert set(content["versions"]) == {"paceline", "python", "transformers", "tokenizers", "pyarrow", "numpy"}
 
 
@@ -54,7 +63,7 @@ def test_settings_show_in_the_fingerprints(tmp_path: Path, run_prepare: RunPrepa
     first, _ = run_prepare(write_lines(tmp_path / "a.jsonl", chat("q", "answer")))
     again, _ = run_prepare(write_lines(tmp_path / "b.jsonl", "", chat("q", "answer")), out="again")
     tagged, _ = run_prepare(tmp_path / "a.jsonl", out="tagged", template_name="chatml_generation")
-    assert first == again
+    assert first == again.model_copy(update={"files": first.files})
     assert tagged.fingerprint == first.fingerprint
     assert tagged.template_hash != first.template_hash
     assert tagged.tokenizer_fingerprint == first.tokenizer_fingerprint
@@ -64,7 +73,7 @@ def test_worker_processes_give_the_same_data_set(
     tmp_path: Path, run_prepare: RunPrepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows and rejections are in input order whatever the number of workers."""
-    monkeypatch.setattr(prepare_module, "CHUNK_LINES", 3)
+    monkeypatch.setattr(reading, "CHUNK_RECORDS", 3)
     records = [chat(f"question {i}", "a" * (i % 7)) if i % 5 else f"bad {i}" for i in range(40)]
     file = write_lines(tmp_path / "a.jsonl", *records)
     alone, report = run_prepare(file, out="alone")
@@ -154,6 +163,23 @@ def test_a_failure_in_the_middle_leaves_the_old_data_set(
     assert snapshot(tmp_path) == before
 
 
+def test_a_disk_that_fills_up_with_the_tokenizer_is_named(
+    tmp_path: Path, run_prepare: RunPrepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizers library has a bare exception for it; the old output is untouched."""
+    file = write_lines(tmp_path / "a.jsonl", chat("q", "first"))
+    run_prepare(file)
+    before = snapshot(tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
+    with pytest.raises(DataError, match="could not be written: the disk is full; nothing was published"):
+        run_prepare(file)
+    assert snapshot(tmp_path) == before
+
+
 def test_a_failed_swap_puts_the_old_data_set_back(
     tmp_path: Path, run_prepare: RunPrepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +198,51 @@ def test_a_failed_swap_puts_the_old_data_set_back(
     with pytest.raises(DataError, match="Permission denied"):
         run_prepare(file)
     assert snapshot(tmp_path) == before
+
+
+def test_a_killed_run_leaves_the_old_data_set_and_no_processes(tmp_path: Path, run_prepare: RunPrepare) -> None:
+    """`kill -9` in the middle: the workers end too, nothing is published, and the next run cleans up."""
+    file = write_lines(tmp_path / "a.jsonl", chat("q", "first"))
+    run_prepare(file)
+    before = snapshot(tmp_path / "out")
+    large = tmp_path / "large.jsonl"
+    large.write_bytes((json.dumps(chat("q", "answer " * 400)) + "\n").encode() * 20_000)
+    arguments = ["--tokenizer", TOY_TOKENIZER, "--template", template("chatml_plain"), "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "paceline", "prepare", large, *arguments, "--workers", "2"]
+    with subprocess.Popen([str(part) for part in command], stderr=subprocess.DEVNULL) as process:
+        workers: set[int] = set()
+        deadline = time.monotonic() + 60
+        while len(workers) < 2 and time.monotonic() < deadline:
+            workers = {pid for pid in children(process.pid) if b"spawn_main" in command_line(pid)}
+        process.kill()
+        process.wait()
+        while any(b"spawn_main" in command_line(pid) for pid in workers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert len(workers) == 2 and not any(b"spawn_main" in command_line(pid) for pid in workers)
+    assert snapshot(tmp_path / "out") == before
+    run_prepare(file)
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "large.jsonl", "out"]
+
+
+def children(pid: int) -> set[int]:
+    """Processes that a process started."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            number, parent = int(path.parent.name), path.read_text().rpartition(")")[2].split()[1]
+        except OSError:  # gone meanwhile
+            continue
+        if int(parent) == pid:
+            found.add(number)
+    return found
+
+
+def command_line(pid: int) -> bytes:
+    """Arguments of a process; empty once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def test_leftovers_of_killed_runs_are_cleared(tmp_path: Path, run_prepare: RunPrepare) -> None:
@@ -216,10 +287,8 @@ def test_settings_without_sense_are_refused(settings: dict[str, Any]) -> None:
 
 def test_progress_ends_at_the_size_of_the_inputs(tmp_path: Path) -> None:
     """Bytes done rise to about bytes in all."""
-    from tests.unit.data.conftest import TOY_TOKENIZER, template
-
     file = write_lines(tmp_path / "a.jsonl", *[chat("q", "answer")] * 600)
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int | None]] = []
     settings = PrepareSettings(tokenizer=str(TOY_TOKENIZER), template=template("chatml_plain"))
     prepare_module.prepare([file], tmp_path / "out", settings, lambda done, total: seen.append((done, total)))
     size = file.stat().st_size

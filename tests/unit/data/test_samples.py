@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from functools import cache
@@ -11,7 +10,9 @@ from itertools import islice
 import pytest
 from transformers import AutoTokenizer
 
-from paceline.data.readers import parse_line, read_lines
+from paceline.data.dialects import Conversation, parse
+from paceline.data.inputs import Input, open_inputs, read_records
+from paceline.data.reading import Record
 from paceline.models.assets import FOLDER_NAME, default_cache_dir, is_complete
 from scripts.make_demo_data import (
     HELDOUT_SEED,
@@ -32,10 +33,15 @@ SIZES = {"train": 2400, "heldout": 64, "unseen": 48}
 SOURCES = {"train": (TRAINING, TRAIN_SEED), "heldout": (TRAINING, HELDOUT_SEED), "unseen": (UNSEEN, UNSEEN_SEED)}
 
 
+def records(name: str) -> list[Record]:
+    """The lines of a file."""
+    return list(read_records(open_inputs([Input(str(SAMPLES / f"extraction_{name}.jsonl"))])))
+
+
 @cache
 def stored(name: str) -> list[tuple[str, str, str]]:
     """Kind, prompt and answer of each line."""
-    lines = [json.loads(line.raw) for line in read_lines(SAMPLES / f"extraction_{name}.jsonl")]
+    lines = [record.decode() for record in records(name)]
     return [(line["kind"], *(message["content"] for message in line["messages"])) for line in lines]
 
 
@@ -58,11 +64,12 @@ def runs(templates: Templates, length: int) -> set[tuple[str, ...]]:
 @pytest.mark.parametrize("name", SIZES)
 def test_lines_are_conversations_of_one_question_and_answer(name: str) -> None:
     """`paceline prepare` reads every line, the key `kind` beside the messages included."""
-    lines = list(read_lines(SAMPLES / f"extraction_{name}.jsonl"))
+    lines = records(name)
     assert len(lines) == SIZES[name]
     for line in lines:
-        messages = parse_line(line.raw).messages
-        assert [message["role"] for message in messages] == ["user", "assistant"]
+        conversation = parse(line.decode())
+        assert isinstance(conversation, Conversation)
+        assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -1,0 +1,37 @@
+"""Patterns of many words, and texts in pieces that are tokenized once."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.data.encoder import _cut, any_of
+
+LETTERS = st.text("ab<|>.", max_size=6)
+
+
+@given(words=st.lists(LETTERS.filter(lambda word: len(word) > 1), max_size=8), text=st.text("ab<|>.", max_size=30))
+def test_any_of_finds_the_longest_word(words: list[str], text: str) -> None:
+    """The pattern finds what alternatives find that are tried from the longest on."""
+    longest_first = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) or "(?!)"
+    assert any_of(words).findall(text) == re.findall(longest_first, text)
+
+
+def test_any_of_leaves_single_characters_out() -> None:
+    """A control token of one character, as some tokenizers have, is no mark in what people type."""
+    assert any_of(["a", ""]).search("a") is None
+    assert any_of(["a", "ab"]).findall("a ab") == ["ab"]
+
+
+@given(texts=st.lists(LETTERS, max_size=5), grow=st.booleans())
+def test_cut_texts_are_whole_again(texts: list[str], grow: bool) -> None:
+    """Pieces make up their text, begin with a match but for the first, and hold no other match."""
+    if grow:  # each text begins with the one before
+        texts = ["".join(texts[: i + 1]) for i in range(len(texts))]
+    pattern = any_of(["<|", "|>"])
+    for text, pieces in zip(texts, _cut(texts, pattern), strict=True):
+        starts = [match.start() for match in pattern.finditer(text)]
+        assert "".join(pieces) == text
+        assert [sum(map(len, pieces[:i])) for i in range(1, len(pieces))] == [start for start in starts if start]

@@ -1,0 +1,350 @@
+"""Files, folders and hub data sets to records, whole or with an error that names the file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from paceline.data import reading
+from paceline.data.dialects import Rejection
+from paceline.data.inputs import Input, open_inputs, parse_input, read_records
+from paceline.data.reading import Record
+from paceline.errors import DataError
+from tests.unit.data.conftest import chat, write_lines
+
+RECORDS = [chat(f"frage {i} äöü", f"a\n{i}" * (i % 50)) for i in range(700)]
+
+
+def read(*texts: object) -> list[Record]:
+    """All records of inputs as they are written on a command line."""
+    return list(read_records(open_inputs([parse_input(str(text)) for text in texts])))
+
+
+def write_json_lines(folder: Path) -> Path:
+    return write_lines(folder / "a.jsonl", *RECORDS)
+
+
+def write_json_lines_without_ending(folder: Path) -> Path:
+    return write_lines(folder / "chats", *RECORDS)
+
+
+def write_json_lines_called_json(folder: Path) -> Path:
+    return write_lines(folder / "a.json", *RECORDS)
+
+
+def write_array(folder: Path) -> Path:
+    return write_lines(folder / "a.json", RECORDS)
+
+
+def write_array_for_people(folder: Path) -> Path:
+    return write_lines(folder / "a.json", b"\xef\xbb\xbf" + json.dumps(RECORDS, indent=2, ensure_ascii=False).encode())
+
+
+def write_objects_for_people(folder: Path) -> Path:
+    return write_lines(folder / "a.json", *[json.dumps(record, indent=2) for record in RECORDS])
+
+
+def write_gzip(folder: Path) -> Path:
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(write_json_lines(folder).read_bytes()))
+    return folder / "a.jsonl.gz"
+
+
+def write_gzip_in_parts(folder: Path) -> Path:
+    content = write_array_for_people(folder).read_bytes()
+    parts = [gzip.compress(content[at : at + 10_000]) for at in range(0, len(content), 10_000)]
+    (folder / "a.json.gz").write_bytes(b"".join(parts))
+    return folder / "a.json.gz"
+
+
+def write_zstd(folder: Path) -> Path:
+    (folder / "a.jsonl.zst").write_bytes(pa.compress(write_json_lines(folder).read_bytes(), "zstd", asbytes=True))
+    return folder / "a.jsonl.zst"
+
+
+def write_parquet(folder: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(RECORDS), folder / "a.parquet", row_group_size=300)
+    return folder / "a.parquet"
+
+
+def write_saved_data_set(folder: Path) -> Path:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(RECORDS).save_to_disk(str(folder / "saved"), num_shards=3)
+    return folder / "saved"
+
+
+def write_hub_folder(folder: Path) -> str:
+    (folder / "hub").mkdir()
+    return f"hf:{write_parquet(folder / 'hub').parent}"
+
+
+@pytest.mark.parametrize("write", [
+    write_json_lines, write_json_lines_without_ending, write_json_lines_called_json, write_array,
+    write_array_for_people, write_objects_for_people, write_gzip, write_gzip_in_parts, write_zstd, write_parquet,
+    write_saved_data_set, write_hub_folder,
+])  # fmt: skip
+def test_every_format_gives_the_same_records(write: Callable[[Path], Path | str], tmp_path: Path) -> None:
+    """The same conversations come out of every format, in order, with rising numbers."""
+    records = read(write(tmp_path))
+    assert [record.decode()["messages"] for record in records] == [record["messages"] for record in RECORDS]
+    assert all(a.number <= b.number or a.file != b.file for a, b in zip(records, records[1:], strict=False))
+    assert records[0].text.startswith(("{", " "))
+
+
+def test_records_of_a_json_array_carry_the_line_they_begin_on(tmp_path: Path) -> None:
+    """Line numbers count every line end of the file, those between and inside of values."""
+    file = write_lines(tmp_path / "a.json", b"\n[", b"", b'{"a":', b"1}, {", b'"b": 2}', b"]")
+    assert [(r.number, r.decode()) for r in read(file)] == [(4, {"a": 1}), (5, {"b": 2})]
+
+
+def test_chunks_are_small_and_tell_the_size_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are bounded in records and bytes, and their bytes add up to what `num_bytes` said."""
+    monkeypatch.setattr(reading, "CHUNK_RECORDS", 100)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 5000)
+    for file in (write_json_lines(tmp_path), write_parquet(tmp_path)):
+        (source,) = open_inputs([Input(str(file))])
+        chunks = list(source.chunks())
+        assert max(len(chunk.numbers) for chunk in chunks) <= 100
+        assert all(sum(map(len, chunk.lines or [])) <= 5000 for chunk in chunks)
+        assert sum(chunk.num_bytes for chunk in chunks) == pytest.approx(source.num_bytes, abs=len(chunks))
+
+
+def test_lines_are_physical_and_split_on_line_feeds_only(tmp_path: Path) -> None:
+    """Blank lines count but are not given out; other separators, and a byte order mark further on, are content."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\n  \t\r\ntwo\x0b\x0c\xe2\x80\xa8\rstill two\n\xef\xbb\xbfthree")
+    lines = [(line.number, line.raw) for line in read(file)]
+    assert lines == [(1, b"one"), (4, b"two\x0b\x0c\xe2\x80\xa8\rstill two"), (5, b"\xef\xbb\xbfthree")]
+
+
+@pytest.mark.parametrize("excess", [0, 1, 2, 10, 11, 12, 35])
+def test_a_line_beyond_the_limit_is_rejected_without_being_held(
+    excess: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line over the limit gives its beginning, is rejected for its length, and the next line is read as usual."""
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 10)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"x" * (10 + excess) + b"\nnext")
+    first, second = read(file)
+    assert (first.raw, first.number) == (b"x" * min(10 + excess, 11), 1)
+    assert (second.raw, second.number) == (b"next", 2)
+    with pytest.raises(Rejection) as caught:
+        first.decode()
+    assert caught.value.kind == ("line too long" if excess else "invalid JSON")
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"{\xff}", "invalid UTF-8: byte 1 is 0xff"),
+        (b"{", "invalid JSON: Expecting property name enclosed in double quotes (character 1)"),
+        (b'{"a": "\x01"}', "invalid JSON: Invalid control character at (character 7)"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "invalid JSON: a number or a nesting beyond what can be read"),
+        (b"[" * 100_000, "invalid JSON: a number or a nesting beyond what can be read"),
+        (b"null", "not a JSON object: a JSON null"),
+        (b"true", "not a JSON object: a JSON boolean"),
+        (b"NaN", "not a JSON object: a JSON number"),
+    ],
+)
+def test_broken_lines_are_rejected_with_what_was_seen(raw: bytes, reason: str) -> None:
+    """Each way to break a line has its own reason."""
+    with pytest.raises(Rejection) as caught:
+        Record("a.jsonl", 1, raw).decode()
+    assert caught.value.reason == reason
+
+
+def test_bad_bytes_in_a_json_array_reject_their_element(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 cost the one element that holds them."""
+    file = write_lines(tmp_path / "a.json", b'[{"a": "\xff"}, {"a": "\xc3\xbc"}]')
+    first, second = read(file)
+    with pytest.raises(Rejection, match="invalid UTF-8"):
+        first.decode()
+    assert second.decode() == {"a": "ü"}
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b'[{"a": 1},\n{"a": 2}', "line 2 on: a comma or the end of the array was wanted"),
+        (b'[{"a": 1} {"a": 2}]', "line 1 on: a comma or the end of the array was wanted"),
+        (b'[{"a": 1},\n\n]', "line 3 on: a value was wanted after the comma"),
+        (b'[{"a": 1}] x', "line 1 on: there is more after the end of the array"),
+        (b"[", "line 1 on: the array has no end"),
+        (b'[{"a": 1},{"a": "\\x"}]', "line 1 on: Invalid"),
+        (b"[" * 100_000, "line 1 on: nested too deep"),
+        (b'{\n"a": 1}\n{"b":', "line 3 on: Expecting value"),
+    ],
+)
+def test_broken_json_is_an_error_that_names_the_line(content: bytes, what: str, tmp_path: Path) -> None:
+    """Behind the place where JSON over several lines breaks nothing can be told apart, so nothing is passed over."""
+    file = write_lines(tmp_path / "a.json", content)
+    with pytest.raises(DataError, match=f"a.json is broken JSON from {what}"):
+        read(file)
+
+
+def test_an_endless_value_is_an_error_and_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quote that never ends is not searched to the end of a large file."""
+    monkeypatch.setattr(reading, "MAX_ELEMENT_BYTES", 10_000)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 1000)
+    file = write_lines(tmp_path / "a.json", b'[{"a": "' + b"x" * 100_000)
+    with pytest.raises(DataError, match="longer than 10000 bytes"):
+        read(file)
+
+
+@pytest.mark.parametrize("write", [write_gzip, write_zstd, write_parquet])
+def test_a_file_that_was_cut_short_is_an_error(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Half a compressed file or table is never taken for a whole one."""
+    file = write(tmp_path)
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(DataError, match=rf"{file.name} cannot be read to its end: .*nothing was published"):
+        read(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf", b" \r\n"])
+def test_a_file_without_rows_is_an_error(content: bytes, tmp_path: Path) -> None:
+    """A file that is empty or blank is named as such."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="a.jsonl is empty"):
+        read(file)
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    """Known endings are read, sub-folders too; others and empty files are counted; hidden ones are no content."""
+    (tmp_path / "sub").mkdir()
+    write_lines(tmp_path / "sub" / "a.jsonl", {"n": 1})
+    write_lines(tmp_path / "b.json", [{"n": 2}])
+    write_lines(tmp_path / "c.jsonl", "")
+    write_lines(tmp_path / ".hidden.jsonl", {"n": 3})
+    write_lines(tmp_path / "dataset_info.json", {"n": 4})
+    write_lines(tmp_path / "README.md", "text")
+    (source,) = open_inputs([Input(str(tmp_path))])
+    records = list(read_records([source]))
+    assert [(r.decode()["n"], r.file) for r in records] == [
+        (2, str(tmp_path / "b.json")),
+        (1, str(tmp_path / "sub" / "a.jsonl")),
+    ]
+    assert source.ignored == Counter({"unknown ending .md": 1, "empty": 1})
+
+
+def test_inputs_that_are_missing_or_of_no_use_are_named_before_any_is_read(tmp_path: Path) -> None:
+    """A missing file, an empty folder, a finished data set: each with what to do."""
+    for text, message in [
+        (tmp_path / "none.jsonl", "none.jsonl cannot be read: there is no such file"),
+        ("org/name", "there is no such file; a data set of a hub is written hf:org/name"),
+        (tmp_path, "holds no file that can be read; wanted: .jsonl"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            open_inputs([parse_input(str(text))])
+    (tmp_path / "rows.arrow").touch()
+    with pytest.raises(DataError, match="name what it was made from"):
+        open_inputs([Input(str(tmp_path))])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_an_error(tmp_path: Path) -> None:
+    """A folder without rights is not taken for an empty one."""
+    (tmp_path / "closed").mkdir(mode=0)
+    write_lines(tmp_path / "a.jsonl", {"n": 1})
+    with pytest.raises(DataError, match="closed cannot be read: Permission denied"):
+        open_inputs([Input(str(tmp_path))])
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while a folder is walked travels, whoever runs this."""
+
+    def refuse(path: Any = ".") -> Iterator[Any]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="cannot be read: Permission denied"):
+        open_inputs([Input(str(tmp_path))])
+
+
+def test_a_null_that_columns_fill_in_is_no_argument_of_a_call(tmp_path: Path) -> None:
+    """In a table two calls with other arguments share their columns; each keeps its own alone."""
+    messages = [
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": {"b": {"c": "x"}}}}]}],
+    ]
+    pq.write_table(pa.Table.from_pylist([{"messages": m} for m in messages]), tmp_path / "a.parquet")
+    assert [record.decode()["messages"] for record in read(tmp_path / "a.parquet")] == messages
+
+
+def test_options_stand_behind_commas(tmp_path: Path) -> None:
+    """Options are read from the end; a file of that very name wins."""
+    file = write_lines(tmp_path / "a.jsonl", {})
+    assert parse_input(f"{file},weight=0.5,license=mit") == Input(str(file), weight=0.5, license="mit")
+    assert parse_input("hf:org/name,split=s,config=c,revision=r") == Input(
+        "hf:org/name", split="s", config="c", revision="r"
+    )
+    odd = write_lines(tmp_path / "b,weight=2", {})
+    assert parse_input(str(odd)) == Input(str(odd))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,foo=1", "unknown option foo; known: weight, split"),
+        ("a,weight=x", "weight=x is no number"),
+        ("a,weight=0", "weight=0 is not above 0"),
+        ("a,weight=nan", "weight=nan is not above 0"),
+        ("a,split=x", "split is for data sets of a hub"),
+    ],
+)
+def test_options_without_sense_are_refused(text: str, message: str) -> None:
+    """An unknown option is no part of a file name."""
+    with pytest.raises(DataError, match=message):
+        parse_input(text)
+
+
+def test_a_hub_data_set_has_splits(tmp_path: Path) -> None:
+    """`train` is taken by default, or the only split; others are named; an unknown one lists them."""
+    for split in ("train", "test"):
+        write_lines(tmp_path / f"{split}.jsonl", {"text": split})
+    assert [record.decode() for record in read(f"hf:{tmp_path}")] == [{"text": "train"}]
+    (record,) = read(f"hf:{tmp_path},split=test")
+    assert (record.decode(), record.file, record.number) == ({"text": "test"}, f"hf:{tmp_path},split=test", 1)
+    with pytest.raises(DataError, match="has no split dev: choose with ,split= one of train, test"):
+        read(f"hf:{tmp_path},split=dev")
+
+
+def test_a_hub_that_fails_is_an_error_with_the_librarys_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the library raises becomes one line."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match="input hf:org/name cannot be loaded: no route$"):
+        open_inputs([parse_input("hf:org/name")])
+
+
+def test_what_the_hub_says_of_a_data_set_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Commit and licence of the card stand in the provenance; a hub that says nothing is no obstacle."""
+    import huggingface_hub
+
+    class Api:
+        def dataset_info(self, name: str, revision: str | None) -> Any:
+            assert (name, revision) == ("org/name", "main")
+            return SimpleNamespace(sha="abc123", card_data=SimpleNamespace(license="apache-2.0"))
+
+    local = datasets.load_dataset(str(write_lines(tmp_path / "train.jsonl", {"text": "x"}).parent), streaming=True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: local)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    (source,) = open_inputs([parse_input("hf:org/name,revision=main")])
+    assert source.provenance["revision"] == "abc123"
+    assert source.provenance["license"] == "apache-2.0"
+    monkeypatch.setattr(Api, "dataset_info", lambda *_, **__: 1 / 0)
+    (source,) = open_inputs([parse_input("hf:org/name,revision=main,license=mit")])
+    assert (source.provenance["revision"], source.provenance["license"]) == ("main", "mit")
