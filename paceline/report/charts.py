@@ -141,6 +141,66 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     return [f"{value:,.{digits}f}" for value in values]
 
 
+def histogram(
+    title: str,
+    edges: Sequence[float],
+    counts: Sequence[int],
+    *,
+    x_label: str,
+    y_label: str,
+    median: float | None = None,
+    is_log: bool = False,
+    caption: object = "",
+) -> Html:
+    """Upright bars over a scale of values, as wide as there is room, the median a dashed line.
+
+    Args:
+        edges: Ends of the bins, rising: bin i reaches from ``edges[i]`` to ``edges[i + 1]``.
+        counts: How many are in each bin.
+        is_log: Whether the scale is logarithmic; its edges are above 0 then.
+    """
+    low, high, y_ticks = edges[0], edges[-1], ticks(0, max(*counts, 1), 4, whole=True)
+    top, scale = y_ticks[-1], math.log if is_log else float
+
+    def place(x: float) -> float:
+        """In percent from the left."""
+        return 100 * (scale(x) - scale(low)) / (scale(high) - scale(low))
+
+    x_ticks = [x for x in (log_ticks(low, high) if is_log else ticks(low, high)) if low <= x <= high]
+    axes, bars, names = [], [], tick_labels(y_ticks)
+    for y, name in zip(y_ticks, names, strict=True):
+        at = f"{100 * (1 - y / top):.2f}%"
+        axes += [tag("line", x1="0", x2="100%", y1=at, y2=at, class_="grid")]
+        axes += [tag("text", name, x="-8", y=at, dy=".35em", text_anchor="end")]
+    for x, name in zip(x_ticks, tick_labels(x_ticks), strict=True):
+        axes.append(tag("text", name, x=f"{place(x):.2f}%", y="100%", dy="1.6em", text_anchor="middle"))
+    axes.append(tag("text", y_label, x="0", y="0", dy="-.9em", class_="axis"))
+    axes.append(tag("text", x_label, x="100%", y="100%", dy="3.1em", text_anchor="end", class_="axis"))
+    for left, right, count in zip(edges, edges[1:], counts, strict=False):
+        if count:
+            height = max(100 * count / top, 1.2)  # one of millions is seen as well
+            hover = tag("title", f"{number(left)} to {number(right)}: {number(count)} {y_label}")
+            place_x, width = place(left), place(right) - place(left)
+            size = {"width": f"{width:.2f}%", "height": f"{height:.2f}%"}
+            bars.append(tag("rect", hover, x=f"{place_x:.2f}%", y=f"{100 - height:.2f}%", **size))
+    if median is not None:
+        at = f"{min(max(place(median), 0), 100):.2f}%"
+        bars.append(tag("line", x1=at, x2=at, y1="0", y2="100%", class_="median"))
+    drawing = tag("svg", tag("title", f"{title}. {caption}"), *axes, *bars, role="img", class_="drawing")
+    margin = f"padding-left:{max(map(len, names)) * 0.6 + 1:.1f}em"
+    return _figure(title, caption, tag("div", drawing, class_="plot", style=margin))
+
+
+def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers for a logarithmic scale from `low` > 0 to `high`: few enough that their labels stand apart."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        found = [x for power in powers for factor in factors if low <= (x := factor * 10.0**power) <= high]
+        if len(found) <= most:
+            break
+    return found if len(found) > 2 else ticks(low, high, 4)
+
+
 def bar_chart(
     title: str,
     bars: Mapping[str, object],

@@ -3,13 +3,13 @@
 STYLE = """
 :root {
   --paper: #fcfcfa; --ink: #1d2227; --soft: #57606a; --rule: #dcdfda; --panel: #f3f4f1;
-  --tile: #e7e8e4; --drafted: #cfe3f8; --warning: #fdeed9; --warning-edge: #b3541e;
+  --tile: #e7e8e4; --drafted: #cfe3f8; --drafted-even: #b6d4f2; --warning: #fdeed9; --warning-edge: #b3541e;
   --c0: #1f66b0; --c1: #c2621a; --c2: #2b8a80; --c3: #7d5ba6; --c4: #8a8f96; --c5: #b24a7d; --c6: #74751c;
 }
 @media screen and (prefers-color-scheme: dark) {
   :root {
     --paper: #14171a; --ink: #e3e6e8; --soft: #a3abb3; --rule: #31373d; --panel: #1c2024;
-    --tile: #2b3036; --drafted: #183d63; --warning: #3a2a18; --warning-edge: #e39a5c;
+    --tile: #2b3036; --drafted: #183d63; --drafted-even: #22507e; --warning: #3a2a18; --warning-edge: #e39a5c;
     --c0: #6aaef0; --c1: #eb9a55; --c2: #5cc2b5; --c3: #b598dd; --c4: #98a0a8; --c5: #e088b3; --c6: #c5c45a;
   }
 }
@@ -114,6 +114,32 @@ polyline.c2 { stroke-dasharray: 7 4; } polyline.c3 { stroke-dasharray: 2 5; } po
 .first { background: none; box-shadow: inset 0 0 0 1px var(--c4); }
 .line-end::before { content: "\\21b5"; color: var(--soft); font-style: normal; }
 .key .tile { font: .84rem ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; padding: .14em .3em; }
+
+.plot rect { fill: var(--c0); stroke: var(--paper); }
+.median { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 5 4; }
+.mono { font: .84rem ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
+.line { display: block; }
+.facts dd, .source, .path { overflow-wrap: anywhere; }
+.path { min-width: 13rem; }
+.scroll + .facts { margin-top: 1.6rem; }
+.source { margin: 0 0 .5rem; max-width: none; }
+.source small { display: block; }
+.strip { display: block; width: 100%; height: .45rem; margin: 0 0 .8rem; background: var(--tile); }
+.strip rect { fill: var(--c0); }
+.tokens { color: var(--soft); white-space: break-spaces; unicode-bidi: plaintext; }
+.tokens i, .tokens b { font-style: normal; font-weight: inherit; }
+.tokens i { background: var(--panel); padding: .14em 0; }
+.tokens i:nth-child(even) { background: var(--tile); }
+.tokens b { color: var(--ink); }
+.tokens b i { background: var(--drafted); }
+.tokens b i:nth-child(even) { background: var(--drafted-even); }
+.tokens .control { unicode-bidi: isolate; border-radius: 4px; box-shadow: inset 0 0 0 1px var(--c4); margin: 0 1px;
+  padding: .14em .25em; font-size: .92em; }
+.tokens b .control { box-shadow: inset 0 0 0 1px var(--c0); }
+.tokens s { text-decoration: none;
+  background: radial-gradient(circle, var(--c4) .07em, transparent .1em) 0 50% / 1ch 1em; }
+.tokens em { display: block; margin: .4rem 0; color: var(--soft); }
+.key .tokens { flex: none; }
 @media print {
   main { max-width: none; padding: 0; }
   body { font-size: 10pt; }

@@ -8,7 +8,17 @@ import re
 
 import pytest
 
-from paceline.report.charts import Series, bar_chart, line_chart, stacked_bar, thin, tick_labels, ticks
+from paceline.report.charts import (
+    Series,
+    bar_chart,
+    histogram,
+    line_chart,
+    log_ticks,
+    stacked_bar,
+    thin,
+    tick_labels,
+    ticks,
+)
 from paceline.report.page import MISSING, number, page, section, times
 from tests.unit.report.reader import HOSTILE, VISIBLE, Reader, check
 
@@ -116,6 +126,46 @@ def test_ticks_cover_any_range_with_few() -> None:
         slack = 1e-6 * (found[1] - found[0])
         assert 2 <= len(found) <= 8 and found == sorted(set(found))
         assert found[0] <= low + slack and found[-1] >= high - slack
+
+
+def test_a_histogram_has_its_bins_to_scale() -> None:
+    """Bars stand where their bins are on the scale, as high as their counts; few of many are seen, none is no bar."""
+
+    def drawn(is_log: bool) -> list[tuple[float, ...]]:
+        edges, counts = [1, 10, 100, 1000], [1000, 0, 1]
+        block = histogram(HOSTILE, edges, counts, x_label=HOSTILE, y_label=HOSTILE, median=5, is_log=is_log)
+        assert VISIBLE in read(block).text()
+        assert block.count('class="median"') == 1
+        bars = re.findall(r'<rect x="([\d.]+)%" y="([\d.]+)%" width="([\d.]+)%" height="([\d.]+)%"', block)
+        return [tuple(map(float, bar)) for bar in bars]
+
+    assert drawn(is_log=True) == [(0.0, 0.0, 33.33, 100.0), (66.67, 98.8, 33.33, 1.2)]
+    assert drawn(is_log=False) == [(0.0, 0.0, 0.9, 100.0), (9.91, 98.8, 90.09, 1.2)]
+
+
+@pytest.mark.parametrize(("edges", "counts"), [([7, 8], [3]), ([1, 2], [0]), ([1, 2, 10**7], [10**9, 1])])
+def test_odd_histograms_are_drawn(edges: list[float], counts: list[int]) -> None:
+    """One bin, no values and huge ones make a chart."""
+    for is_log in (True, False):
+        drawn = histogram("title", edges, counts, x_label="x", y_label="y", median=edges[0], is_log=is_log)
+        read(drawn)
+        assert not re.search(r"\b(nan|inf)\b", drawn)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [
+        (1, 65_536, [1, 10, 100, 1000, 10_000]),
+        (100, 3073, [100, 200, 500, 1000, 2000]),
+        (10, 8193, [10, 30, 100, 300, 1000, 3000]),
+        (60, 182, [50, 100, 150, 200]),
+        (7, 8, [7.0, 7.5, 8.0]),
+    ],
+)
+def test_ticks_of_a_logarithmic_scale_stand_apart(low: float, high: float, wanted: list[float]) -> None:
+    """There are few of them, round ones, and those of a plain scale where it hardly grows."""
+    found = log_ticks(low, high)
+    assert [x for x in found if x in wanted] == pytest.approx(wanted) and len(found) <= 6
 
 
 def test_bars_grow_from_zero() -> None:

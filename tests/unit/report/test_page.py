@@ -116,6 +116,7 @@ def test_colours_have_contrast(scheme: str) -> None:
     grounds = [colours[name] for name in ("paper", "panel", "tile", "drafted", "warning")]
     for text, ground in itertools.product((colours["ink"], colours["soft"]), grounds):
         assert _contrast(text, ground) >= 4.5, (text, ground)
+    assert _contrast(colours["ink"], colours["drafted-even"]) >= 4.5
     for name in (f"c{i}" for i in range(7)):
         assert _contrast(colours[name], colours["paper"]) >= 3, name
     assert _contrast(colours["warning-edge"], colours["paper"]) >= 3
