@@ -41,7 +41,7 @@ def prepare(
     ] = "5%",
     thinking: Annotated[
         Literal["on", "off"] | None,
-        typer.Option(help="`enable_thinking` for the template; by default the template decides."),
+        typer.Option(help="Switch the template's reasoning (`enable_thinking`, `thinking`); by default it decides."),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(metavar="N", help="Processes; by default one for small files, else up to all cores.")

@@ -33,7 +33,7 @@ def eval(
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Prompts to use, the first ones.")] = None,
     thinking: Annotated[
         Literal["on", "off"] | None,
-        typer.Option(help="`enable_thinking` for the template; by default the template decides."),
+        typer.Option(help="Switch the template's reasoning (`enable_thinking`, `thinking`); by default it decides."),
     ] = None,
     ngram: Annotated[
         bool,

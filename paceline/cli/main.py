@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from paceline import __version__
-from paceline.cli import data, demo, doctor, evaluate, train
+from paceline.cli import data, demo, doctor, evaluate, inspect, regenerate, train
 from paceline.errors import PacelineError, PipelineError
 
 app = typer.Typer(
@@ -26,7 +26,8 @@ for verb in (
     demo.demo,
     doctor.doctor,
     data.prepare,
-    data.inspect,
+    regenerate.regenerate,
+    inspect.inspect,
     train.train,
     train.resume,
     evaluate.eval,

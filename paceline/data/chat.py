@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from paceline.data.dialects import Conversation, Rejection
 from paceline.data.encoder import Encoder, any_of
 from paceline.data.templates import ADVICE, Template, Turn, changed, is_reasoning_mark
 from paceline.errors import DataError
+
+log = logging.getLogger(__name__)
 
 MIN_SUPERVISED = 2
 """Supervised tokens that must follow each other somewhere in a row: an anchor and one token to predict."""
@@ -73,6 +76,29 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
 
 
+def find_stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids at which generation stops: the tokenizer's own, and those of a ``generation_config.json`` beside it.
+
+    Warns if a hub cannot say whether there is one: a template that leaves the end of a turn to the next message, as
+    GLM's does, would lose these ends.
+    """
+    ids = {tokenizer.eos_token_id}
+    name = tokenizer.name_or_path
+    if name and (not Path(name).exists() or (Path(name) / "generation_config.json").is_file()):
+        try:
+            stops = GenerationConfig.from_pretrained(name).eos_token_id
+            ids.update(stops if isinstance(stops, list) else [stops])
+        except OSError as error:
+            if "does not appear to have a file" not in str(error):
+                log.warning(
+                    "generation_config.json of %s could not be looked up (%s): ends of turns are taken from the "
+                    "template alone",
+                    name,
+                    str(error).strip().partition("\n")[0],
+                )
+    return sorted(ids - {None})
+
+
 class ChatTokenizer:
     """Turns conversations into rows with one tokenizer, template and thinking mode.
 
@@ -84,18 +110,23 @@ class ChatTokenizer:
         vocab_size: Number of token ids.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        thinking: bool | None = None,
+        stop_ids: Collection[int] | None = None,
+    ) -> None:
         """Study tokenizer and template once.
 
         Args:
-            tokenizer: With a chat template. Where a ``generation_config.json`` lies beside it, the ids at which
-                generation stops end a turn too.
+            tokenizer: With a chat template.
             thinking: Passed to the template, see `template_options`; None leaves the template its own default.
+            stop_ids: Ids at which generation stops; None: `find_stop_ids`.
         """
         self.vocab_size = len(tokenizer)
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, is_reasoning_mark)
-        self._stop_ids = _stop_ids(tokenizer)
+        self._stop_ids = set(find_stop_ids(tokenizer) if stop_ids is None else stop_ids)
         self._stops = any_of(self._encoder.added_ids[i] for i in self._stop_ids & self._encoder.added_ids.keys())
         self._template = Template(tokenizer, thinking, self._stops)
         # What is rejected may fit under another mode; the rejection then says so.
@@ -248,18 +279,6 @@ def longest_supervised_run(loss_mask: np.ndarray) -> int:
     """Most supervised tokens in a row of a loss mask, bool ``[n]``."""
     edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8), prepend=0, append=0))
     return int((edges[1::2] - edges[::2]).max(initial=0))
-
-
-def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids at which generation stops: the tokenizer's own, and those of a generation config beside it."""
-    ids = {tokenizer.eos_token_id}
-    if tokenizer.name_or_path:
-        try:
-            stops = GenerationConfig.from_pretrained(tokenizer.name_or_path).eos_token_id
-        except OSError:  # there is none
-            stops = None
-        ids.update(stops if isinstance(stops, list) else [stops])
-    return ids - {None}
 
 
 def _make_row(ids: np.ndarray, spans: list[tuple[int, int]], turn: int) -> TokenRow:

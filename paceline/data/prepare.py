@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from paceline import __version__
-from paceline.data.chat import MIN_SUPERVISED, ChatTokenizer, load_tokenizer, template_hash
+from paceline.data.chat import MIN_SUPERVISED, ChatTokenizer, find_stop_ids, load_tokenizer, template_hash
 from paceline.data.dataset import (
     FORMAT,
     INFO_FILE,
@@ -84,7 +84,7 @@ class PrepareSettings:
         on_long: ``cut`` keeps the first `max_length` tokens of a longer row unchanged, ``drop`` rejects it.
         on_error: ``skip`` lists rejected rows, ``fail`` ends the run at the first.
         max_rejected: Share of the lines that may be rejected, 0 to 1.
-        thinking: ``enable_thinking`` for the template; None leaves the template its default.
+        thinking: Switches the template's reasoning, see `template_options`; None leaves it its default.
         workers: Processes; None: one per `WORKER_BYTES` of input, up to the number of cores.
     """
 
@@ -184,13 +184,14 @@ def prepare(
     out = out.resolve()
     tokenizer = load_tokenizer(settings.tokenizer, settings.template)
     _check_regenerated(sources, tokenizer)
+    stop_ids = find_stop_ids(tokenizer)
     workers = settings.workers or _default_workers(total_bytes)
     work = ((number, chunk) for number, source in enumerate(sources) for chunk in source.chunks())
     weights = [source.input.weight for source in sources]
     if workers == 1:
-        results = _run_here(work, weights, tokenizer, settings)
+        results = _run_here(work, weights, _row_maker(tokenizer, settings, stop_ids))
     else:
-        results = _run_pool(work, weights, settings, workers)
+        results = _run_pool(work, weights, settings, stop_ids, workers)
     try:
         _check_output(out)
         with staged_folder(out) as folder:
@@ -204,7 +205,7 @@ def prepare(
                 report = recorder.finish()
             _save_tokenizer(tokenizer, folder / TOKENIZER_DIR)
             info = _describe(recorder.writer, tokenizer, settings)
-            _write_info(folder, info, report, settings)
+            _write_info(folder, info, report, settings, stop_ids)
     except OSError as error:
         what = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise DataError(f"data set {out} could not be written: {what}; nothing was published") from error
@@ -319,23 +320,32 @@ class _Recorder:
         return "\n".join(["by reason:", *counts, "the first of them:", *examples])
 
 
+def _row_maker(tokenizer: Any, settings: PrepareSettings, stop_ids: list[int]) -> RowMaker:
+    return RowMaker(ChatTokenizer(tokenizer, settings.thinking, stop_ids), settings.max_length, settings.on_long)
+
+
 def _run_here(
-    work: Iterable[tuple[int, Chunk]], weights: Sequence[float], tokenizer: Any, settings: PrepareSettings
+    work: Iterable[tuple[int, Chunk]], weights: Sequence[float], make_rows: RowMaker
 ) -> Generator[tuple[_Task, Outcome]]:
-    make_rows = RowMaker(ChatTokenizer(tokenizer, settings.thinking), settings.max_length, settings.on_long)
     for source, chunk in work:
         yield _Task(source, chunk.file, chunk.num_bytes), make_rows(chunk, weights[source])
 
 
 def _run_pool(
-    work: Iterable[tuple[int, Chunk]], weights: Sequence[float], settings: PrepareSettings, workers: int
+    work: Iterable[tuple[int, Chunk]],
+    weights: Sequence[float],
+    settings: PrepareSettings,
+    stop_ids: list[int],
+    workers: int,
 ) -> Generator[tuple[_Task, Outcome]]:
     """The same over worker processes: results in input order, a bounded number of chunks under way.
 
     Workers are spawned: tokenizers run threads, which a fork would copy in an unknown state.
     """
     context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(settings,))
+    executor = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(settings, stop_ids)
+    )
     waiting: deque[tuple[_Task, Future[Outcome]]] = deque()
     left = iter(work)
     try:
@@ -359,13 +369,12 @@ _worker_maker: RowMaker | None = None
 """The row maker of a worker process; tokenizers are too large to travel with every chunk."""
 
 
-def _start_worker(settings: PrepareSettings) -> None:
+def _start_worker(settings: PrepareSettings, stop_ids: list[int]) -> None:
     global _worker_maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker a core already
-    tokenizer = load_tokenizer(settings.tokenizer, settings.template)
-    _worker_maker = RowMaker(ChatTokenizer(tokenizer, settings.thinking), settings.max_length, settings.on_long)
+    _worker_maker = _row_maker(load_tokenizer(settings.tokenizer, settings.template), settings, stop_ids)
 
 
 def _end_with_parent() -> None:
@@ -428,11 +437,13 @@ def _describe(writer: DatasetWriter, tokenizer: Any, settings: PrepareSettings) 
     )
 
 
-def _write_info(folder: Path, info: DatasetInfo, report: Report, settings: PrepareSettings) -> None:
+def _write_info(
+    folder: Path, info: DatasetInfo, report: Report, settings: PrepareSettings, stop_ids: list[int]
+) -> None:
     content = {
         "dataset": info.model_dump(),
         "report": asdict(report),
-        "settings": asdict(settings),
+        "settings": {**asdict(settings), "stop_ids": stop_ids},
         "versions": {
             "paceline": __version__,
             "python": platform.python_version(),

@@ -8,36 +8,29 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.eval.evaluate import encode_prompts
+from paceline.eval.generate import BatchGenerator, Request
 
 BATCH_SIZE = 32
 """Prompts decoded together on a CPU: several times the tokens a second of one, in some hundred MiB."""
 
 
-@torch.inference_mode()
 def greedy_answers(
     model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int]
 ) -> list[list[int]]:
-    """Greedy answers to a left-padded batch, each cut behind its stop token or after `max_new_tokens`.
+    """Greedy answers to some prompts, each cut behind its stop token or after `max_new_tokens`.
 
     Args:
         model: A Transformers causal LM.
         prompts: Token ids of each.
     """
-    padding, width = min(stop_ids, default=0), max(map(len, prompts))
-    ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    output = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(stop_ids) or None,
-        pad_token_id=padding,
-    )
-    return [_until_stop(answer, stop_ids) for answer in output[:, width:].tolist()]
+    generator = BatchGenerator(model, stop_ids, max_slots=len(prompts))
+    requests = [Request(prompt, max_new_tokens) for prompt in prompts]
+    for request in requests:
+        generator.submit(request)
+    while generator.is_busy:
+        generator.step()
+    return [request.answer for request in requests]
 
 
 def round_trips(tokenizer: Any, messages: Sequence[Mapping[str, Any]], answer: str, expected: Sequence[int]) -> bool:
@@ -117,7 +110,3 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     if len(whole) != len(content):
         path.write_bytes(whole)
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def _until_stop(answer: list[int], stop_ids: Collection[int]) -> list[int]:
-    return next((answer[: i + 1] for i, token in enumerate(answer) if token in stop_ids), answer)

@@ -18,6 +18,7 @@ import transformers
 from paceline import __version__
 from paceline.data.dialects import Rejection
 from paceline.data.inputs import Input, open_inputs, read_records
+from paceline.data.templates import template_options
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import DataError
 from paceline.eval.decode import CachedTarget, Decoded, ngram_decode, plain_decode, speculative_decode
@@ -349,7 +350,7 @@ def encode_prompts(
     """
     if not tokenizer.chat_template:
         raise DataError("the target's tokenizer has no chat template, so prompts cannot be rendered")
-    options = {} if thinking is None else {"enable_thinking": thinking}
+    options = template_options(thinking)
     encoded = []
     for number, messages in enumerate(prompts, start=1):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from paceline.data.chat import ChatTokenizer, TokenRow, load_tokenizer, longest_supervised_run
+from paceline.data.chat import ChatTokenizer, TokenRow, find_stop_ids, load_tokenizer, longest_supervised_run
 from paceline.data.dialects import Rejection, parse
 from paceline.errors import DataError
 from tests.unit.data.conftest import TOY_TOKENIZER, chat, toy
@@ -284,3 +285,37 @@ def test_a_tokenizer_that_marks_the_beginning_of_texts_is_fed_whole_ones() -> No
     supervised = np.flatnonzero(row.loss_mask).tolist()
     assert supervised == [len(first), len(first) + 1, *range(len(second), len(row.input_ids))]
     assert row.input_ids[len(first)] == ids("ab")[-1] != ids("b")[-1]
+
+
+def test_stop_ids_come_from_the_tokenizer_and_the_generation_config_beside_it(tmp_path: Path) -> None:
+    """A folder without a generation config has the tokenizer's own end alone."""
+    tokenizer = toy()
+    tokenizer.name_or_path = str(tmp_path)
+    assert find_stop_ids(tokenizer) == [257]
+    for stops, found in ((258, [257, 258]), ([257, 262], [257, 262])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        assert find_stop_ids(tokenizer) == found
+
+
+def test_stop_ids_that_a_hub_cannot_tell_are_not_lost_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """Offline, a hub id may have a generation config that nobody sees: the ends then come from the template alone."""
+    tokenizer = toy()
+    tokenizer.name_or_path = "org/name"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GenerationConfig, "from_pretrained", raising(OSError("no connection\nto anywhere")))
+        assert find_stop_ids(tokenizer) == [257]
+        assert "generation_config.json of org/name could not be looked up (no connection)" in caplog.text
+        caplog.clear()
+        missing = OSError("org/name does not appear to have a file named generation_config.json")
+        patch.setattr(GenerationConfig, "from_pretrained", raising(missing))
+        assert find_stop_ids(tokenizer) == [257]
+        assert not caplog.text
+
+
+def raising(error: Exception) -> Any:
+    """A function that fails."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail

@@ -50,8 +50,8 @@ def test_a_row_of_64k_tokens_sets_the_size_of_a_batch(toy: Toy, tmp_path: Path) 
         row = (generator.integers(0, 200, n), generator.random(n) < 0.7, line + 1, line)
         writer.add(Rows.join([row]), "traces.jsonl")
     writer.close()
-    update = {"num_rows": len(lengths), "num_tokens": writer.num_tokens, "longest": writer.longest, "files": writer.files}
-    info = Dataset.open(toy.data).info.model_copy(update=update)
+    counts = {name: getattr(writer, name) for name in ("num_rows", "num_tokens", "longest", "files")}
+    info = Dataset.open(toy.data).info.model_copy(update=counts)
     (tmp_path / INFO_FILE).write_text(json.dumps({"dataset": info.model_dump()}), encoding="utf-8")
     shape = dataclasses.replace(read_shape(str(toy.target)), max_position_embeddings=131_072)
     overrides = ("pipeline.tokens_per_batch=auto", "data.max_length=65600", "data.validation=0", "data.epochs=1")
