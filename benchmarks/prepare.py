@@ -185,7 +185,7 @@ def run_datasets(options: argparse.Namespace) -> dict[str, Any]:
     rows.save_to_disk(str(options.folder / "datasets"))  # for the comparison, not timed
     tokens = sum(len(ids) for batch in rows.iter(1000) for ids in batch["input_ids"])
     supervised = sum(sum(mask) for batch in rows.iter(1000) for mask in batch["loss_mask"])
-    return {"seconds": seconds, "tokens": tokens, "supervised": supervised, **_peaks()}
+    return {"seconds": seconds, "tokens": tokens, "supervised": supervised}
 
 
 CHILDREN = {"paceline": run_paceline, "datasets": run_datasets}
@@ -221,8 +221,6 @@ def _figures(runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[st
         "rows_per_s": statistics.median(rates),
         "rows_per_s_per_core": statistics.median(rates) / options.workers,
         "tokens_per_s_per_core": statistics.median(tokens) / options.workers,
-        "parent_mib": max(run["parent_mib"] for run in runs),
-        "worker_mib": max(run["worker_mib"] for run in runs),
     }
 
 

@@ -7,14 +7,27 @@ reference. Shape letters: A anchor slots, K block size, S context tokens, N quer
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from paceline.dflash.anchors import Anchors, make_anchors
 from paceline.dflash.mask import block_visible, context_visible, dense_mask
+
+MAX_GROUP_SCORES = 1 << 26
+"""Scores of one head that are computed at a time: 256 MiB in float32. A document of 3,072 tokens with 512 blocks of 16
+has 25 million, one of 64 k tokens with its 10,923 blocks 11 thousand million."""
+
+MAX_KEPT_SCORES = 1 << 31
+"""Scores of all heads that are kept for the gradients, some 12 GiB a layer; of longer rows they are computed again."""
+
+MAX_KEPT_MASKS = 1 << 30
+"""Bytes of masks that a layout keeps for its other layers."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +52,8 @@ class BlockLayout:
         starts: int64 ``[A]``; first position of each anchor's document.
         block_size: K.
         context_len: S.
-        groups: For every document with blocks: (first context token, end of the context that its last block sees,
-            first slot, end of its slots).
+        groups: Blocks of one document each, all of them unless they have more than `MAX_GROUP_SCORES`: (first context
+            token, end of the context that the last block sees, first slot, end of the slots).
         masks: What the slots of each group see, bool ``[n, K, C + K]``, by visibility and device: layers share them.
     """
 
@@ -51,11 +64,21 @@ class BlockLayout:
     groups: tuple[tuple[int, int, int, int], ...]
     masks: dict[tuple[Visibility, torch.device], list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
-    def group_masks(self, visibility: Visibility, device: torch.device) -> list[Tensor]:
-        """One mask a group, made at the first call and kept."""
+    @cached_property
+    def num_scores(self) -> int:
+        """Scores of one head in all groups."""
+        return sum(
+            (last - first) * self.block_size * (end - start + self.block_size)
+            for start, end, first, last in self.groups
+        )
+
+    def group_mask(self, number: int, visibility: Visibility, device: torch.device) -> Tensor:
+        """Mask of a group, kept after the first call unless those of a long row would take too much."""
+        if self.num_scores > MAX_KEPT_MASKS:
+            return self._mask(self.groups[number], visibility).to(device)
         if (visibility, device) not in self.masks:
             self.masks[visibility, device] = [self._mask(group, visibility).to(device) for group in self.groups]
-        return self.masks[visibility, device]
+        return self.masks[visibility, device][number]
 
     def _mask(self, group: tuple[int, int, int, int], visibility: Visibility) -> Tensor:
         context_start, context_end, first, last = group
@@ -81,12 +104,15 @@ class BlockLayout:
         document = torch.searchsorted(edges, kept, right=True) - 1
         starts = torch.zeros_like(anchors.positions)
         starts[: len(kept)] = edges[document]
-        groups = tuple(
-            (start, int(kept[last - 1]), first, last)
-            for start, first, last in zip(document_starts[:-1], slot_edges[:-1], slot_edges[1:], strict=True)
-            if last > first
-        )
-        return cls(anchors, starts, block_size, context_len, groups)
+        groups: list[tuple[int, int, int, int]] = []
+        for start, first, last in zip(document_starts[:-1], slot_edges[:-1], slot_edges[1:], strict=True):
+            if last > first:
+                row_scores = block_size * (int(kept[last - 1]) - start + block_size)
+                size = max(1, MAX_GROUP_SCORES // row_scores)
+                edges_of_groups = [*range(first, last, size), last]
+                for a, b in itertools.pairwise(edges_of_groups):
+                    groups.append((start, int(kept[b - 1]), a, b))
+        return cls(anchors, starts, block_size, context_len, tuple(groups))
 
     @classmethod
     def of_decode(cls, context_len: int, block_size: int) -> BlockLayout:
@@ -112,17 +138,22 @@ def attend_per_document(
         block_key, block_value: ``[A, K, M, H]``.
     Returns: ``[A, K, N, H]``; zeros in empty slots.
     """
-    visible = layout.group_masks(visibility, query.device)
-    outputs = [
-        _attend_group(
+    keeps = layout.num_scores * query.shape[2] <= MAX_KEPT_SCORES or not torch.is_grad_enabled()
+
+    def attend(number: int) -> Tensor:
+        context_start, context_end, first, last = layout.groups[number]
+        return _attend_group(
             query[first:last],
             context_key[context_start:context_end],
             context_value[context_start:context_end],
             block_key[first:last],
             block_value[first:last],
-            mask,
+            layout.group_mask(number, visibility, query.device),
         )
-        for (context_start, context_end, first, last), mask in zip(layout.groups, visible, strict=True)
+
+    outputs = [
+        attend(number) if keeps else checkpoint(attend, number, use_reentrant=False, preserve_rng_state=False)
+        for number in range(len(layout.groups))
     ]
     used = layout.groups[-1][3] if layout.groups else 0
     if used < len(query) or not outputs:

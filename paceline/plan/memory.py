@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.kernels.attention import MAX_KEPT_SCORES
 from paceline.models.draft import DraftShape, drafter_class
 from paceline.models.loading import TargetShape
 from paceline.plan.resolve import ResolvedRun
@@ -86,8 +87,10 @@ def estimate_trunk_parameters(shape: TargetShape, num_layers: int) -> int:
 def _activation_bytes(resolved: ResolvedRun, size: int) -> int:
     config, draft = resolved.config, resolved.draft
     rows = resolved.num_anchors * draft.block_size
-    # the softmax keeps its float32 output, and the product with the values a copy in the compute type
-    attention = rows * draft.num_attention_heads * (resolved.longest_row + draft.block_size) * (4 + size)
+    # The softmax keeps its float32 output, and the product with the values a copy in the compute type; where that is
+    # too much the scores are made again, a group at a time.
+    scores = rows * draft.num_attention_heads * (resolved.longest_row + draft.block_size)
+    attention = min(scores, MAX_KEPT_SCORES) * (4 + size)
     width = 6 * draft.hidden_size + 4 * draft.intermediate_size
     width += 4 * draft.num_attention_heads * draft.head_dim + 4 * draft.num_key_value_heads * draft.head_dim
     context = int(config.pipeline.tokens_per_batch) * 4 * draft.num_key_value_heads * draft.head_dim

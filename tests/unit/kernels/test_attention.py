@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.dflash.anchors import Anchors, batch_generator, make_anchors, sample_anchors
+from paceline.kernels import attention
 from paceline.kernels.attention import BlockLayout, Visibility, attend_dense, attend_per_document
 from paceline.records import TokenBatch
 from tests import oracles, tiny
@@ -111,6 +112,35 @@ def test_backends_agree_in_value_and_gradient(see: Visibility) -> None:
     for got, want in zip(grads, wanted_grads, strict=True):
         assert want.abs().max() > 0
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("see", [Visibility(), Visibility(True, 3)], ids=str)
+def test_long_documents_are_attended_in_groups_and_made_again_for_their_gradients(
+    see: Visibility, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document whose scores are too many is cut into groups of blocks; values and gradients stay the same."""
+    tokens = tiny.row([30, 5, 40, 2, 17], 100, supervised=0.8)
+    anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, 64, batch_generator(0, 0))
+    tensors = inputs(64, 5, 100, size=8)
+    whole = layout_of(tokens, anchors, 5)
+    out, grads = gradients(attend_per_document, tensors, whole, see)
+    monkeypatch.setattr(attention, "MAX_GROUP_SCORES", 700)
+    for kept_scores, kept_masks, calls in ((1 << 31, 1 << 30, 1), (0, 0, 2)):
+        monkeypatch.setattr(attention, "MAX_KEPT_SCORES", kept_scores)
+        monkeypatch.setattr(attention, "MAX_KEPT_MASKS", kept_masks)
+        seen: list[int] = []
+        original = attention._attend_group
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "_attend_group", lambda *a, f=original, s=seen: (s.append(len(a[0])), f(*a))[1])
+            layout = layout_of(tokens, anchors, 5)
+            got, got_grads = gradients(attend_per_document, tensors, layout, see)
+        assert len(layout.groups) > len(whole.groups) and len(seen) == calls * len(layout.groups)
+        assert all(n * 5 * (end - start + 5) <= 700 or n == 1 for start, end, n in
+                   ((start, end, last - first) for start, end, first, last in layout.groups))  # fmt: skip
+        assert bool(layout.masks) == (kept_masks > 0)
+        torch.testing.assert_close(got, out, rtol=0, atol=1e-6)
+        for one, other in zip(got_grads, grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("attend", BACKENDS)
