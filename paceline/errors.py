@@ -50,3 +50,8 @@ class PipelineError(PacelineError):
         super().__init__(message)
         self.role = role
         self.batch = batch
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: file names and servers' words cannot steer it; line ends stay."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

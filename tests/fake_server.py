@@ -27,6 +27,7 @@ class Reply:
         ids: Token ids in place of the text's.
         delay_s: Wait before sending.
         drop: Close the connection without a word.
+        raw: The body of the response as it is.
     """
 
     status: int = 200
@@ -37,6 +38,7 @@ class Reply:
     ids: list[int] | None = None
     delay_s: float = 0.0
     drop: bool = False
+    raw: bytes | None = None
 
 
 def default_text(messages: list[dict[str, Any]]) -> str:
@@ -54,6 +56,8 @@ class FakeServer:
         most_in_flight: Requests that were being answered at a time.
         ids_place: Where token ids are put: as vLLM or SGLang do, or nowhere.
         unknown_fields: Names that are answered with HTTP 400.
+        refusal_delay_s: Wait before that, given the request's body.
+        models_body: What is sent in place of the list of models.
         reply: Decides on a request, given its body and how often the same messages have come (from 1).
     """
 
@@ -65,6 +69,8 @@ class FakeServer:
         self.most_in_flight = 0
         self.ids_place: Literal["vllm", "sglang", "nowhere"] = "vllm"
         self.unknown_fields: set[str] = set()
+        self.refusal_delay_s: Callable[[dict[str, Any]], float] = lambda body: 0.0
+        self.models_body: bytes | None = None
         self.reply: Callable[[dict[str, Any], int], Reply] = lambda body, times: Reply()
         self.url = ""
         self._in_flight = 0
@@ -75,7 +81,7 @@ class FakeServer:
         """How many requests held this text in their last message."""
         return sum(text in body["messages"][-1]["content"] for body in self.requests)
 
-    def chat(self, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, dict[str, Any]] | None:
+    def chat(self, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, dict[str, Any] | bytes] | None:
         """Status and body of the response to a request; None: the connection breaks."""
         key = json.dumps(body["messages"])
         with self._lock:
@@ -86,11 +92,14 @@ class FakeServer:
             self._times[key] = times = self._times.get(key, 0) + 1
         try:
             if wrong := self.unknown_fields & set(body):
+                time.sleep(self.refusal_delay_s(body))
                 return 400, {"error": {"message": f"unknown field {min(wrong)}"}}
             reply = self.reply(body, times)
             time.sleep(reply.delay_s)
             if reply.drop:
                 return None
+            if reply.raw is not None:
+                return reply.status, reply.raw
             if reply.status > 299:
                 return reply.status, {"error": {"message": reply.error}}
             return 200, self._completion(body, reply)
@@ -139,7 +148,7 @@ def running(server: FakeServer, port: int = 0) -> Iterator[FakeServer]:
         def do_GET(self) -> None:
             if self.path == "/v1/models":
                 models = [{"id": name, "object": "model", "created": 1, "owned_by": "fake"} for name in server.models]
-                self._send(200, {"object": "list", "data": models})
+                self._send(200, server.models_body or {"object": "list", "data": models})
             elif self.path == "/version":
                 self._send(200, {"version": "1.2"})
             else:
@@ -154,10 +163,10 @@ def running(server: FakeServer, port: int = 0) -> Iterator[FakeServer]:
             else:
                 self._send(*response)
 
-        def _send(self, status: int, content: dict[str, Any]) -> None:
-            data = json.dumps(content).encode()
+        def _send(self, status: int, content: dict[str, Any] | bytes) -> None:
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", "text/html" if data.startswith(b"<") else "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.send_header("retry-after-ms", "5")  # the client obeys, which keeps tests short
             self.end_headers()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from paceline.data.dataset import DatasetInfo
@@ -70,7 +70,7 @@ def prepare(
     if as_json:
         print(json.dumps({"out": str(out), "dataset": info.model_dump(), "report": asdict(report)}))
     else:
-        print("\n".join(summary(out, info, report)))
+        print(printable("\n".join(summary(out, info, report))))
 
 
 def parse_share(text: str) -> float:
@@ -99,6 +99,8 @@ def summary(out: Path, info: DatasetInfo, report: Report) -> list[str]:
         ]
     for part in report.inputs:
         lines += [f"  {count:,} files of {part.source['path']} not read: {why}" for why, count in part.ignored.items()]
+        if part.source.get("regenerated", {}).get("finished") is False:
+            lines.append(f"  {part.source['path']} is not finished: `paceline regenerate` goes on with it")
     if report.num_supervised_lost:
         share = report.num_supervised_lost / (report.num_supervised_lost + info.num_supervised)
         lines.append(

@@ -13,7 +13,7 @@ from rich.logging import RichHandler
 
 from paceline import __version__
 from paceline.cli import data, demo, doctor, evaluate, inspect, regenerate, train
-from paceline.errors import PacelineError, PipelineError
+from paceline.errors import PacelineError, PipelineError, printable
 
 app = typer.Typer(
     name="paceline",
@@ -76,5 +76,5 @@ def main() -> None:
 
 
 def _fail(error: Exception) -> None:
-    print(f"paceline: {error}", file=sys.stderr)
+    print(f"paceline: {printable(str(error))}", file=sys.stderr)
     sys.exit(1)

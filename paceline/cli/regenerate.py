@@ -111,7 +111,7 @@ def _open(inputs: list[str]) -> list[Source]:
     parsed = [parse_input(text) for text in inputs]
     if weighted := [spec.path for spec in parsed if spec.weight != 1]:
         raise ConfigError(f"input {weighted[0]} has a weight: give it to `paceline prepare`, which repeats rows")
-    if len({spec.path for spec in parsed}) < len(parsed):
+    if len({spec.path if spec.on_hub else os.path.realpath(spec.path) for spec in parsed}) < len(parsed):
         raise ConfigError("an input is named twice: its rows would be answered twice")
     return open_inputs(parsed)
 
@@ -195,8 +195,10 @@ class Run:
                 local.close()
 
     async def _answer_all(self, answerer: Answerer, folder: AnswerFolder, concurrency: int) -> signal.Signals | None:
+        from paceline.data.encoder import Encoder
         from paceline.data.regenerate import RecordStream
         from paceline.data.regenerate import regenerate as run_regenerate
+        from paceline.data.templates import is_reasoning_mark
 
         self.counts = folder.counts
         stream = RecordStream(self.sources, folder.done, self.limit)
@@ -208,6 +210,7 @@ class Run:
                 folder,
                 on_cut=self.on_cut,
                 concurrency=concurrency,
+                typed_control=Encoder(self.tokenizer, is_reasoning_mark).typed_control,
                 on_answer=progress.count,
             )
         )
@@ -268,10 +271,12 @@ class Run:
         if counts.rejected:
             lines.append(f"{counts.rejected.total():,} rows rejected, listed in {self.out / 'rejected.jsonl'}:")
             lines += [f"  {count:,} x {kind}" for kind, count in counts.rejected.most_common()]
-        command = ["paceline", "prepare", str(self.out), "--tokenizer", self.name, "--out", "DATA"]
+        command = ["paceline", "prepare", str(self.out), "--tokenizer", self.name]
         if self.template is not None:
-            command[5:5] = ["--template", str(self.template)]
-        return [*lines, f"next: {shlex.join(command)}"]
+            command += ["--template", str(self.template)]
+        if self.settings.thinking is not None:  # `prepare` renders prompts as well
+            command += ["--thinking", "on" if self.settings.thinking else "off"]
+        return [*lines, f"next: {shlex.join([*command, '--out', 'DATA'])}"]
 
 
 def _version(package: str) -> str | None:

@@ -56,9 +56,9 @@ def load_tokenizer(name: str, template: Path | None = None) -> PreTrainedTokeniz
 
     Raises: DataError if the tokenizer or the template cannot be read, or neither brings a chat template.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    try:  # False: unasked, the library would ask on standard input whether to run code that comes with a tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # of a damaged file the library raises a bare one
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"tokenizer {name} cannot be loaded: {first}") from error
     if template is not None:

@@ -88,7 +88,7 @@ class DatasetInfo(BaseModel):
     template_hash: str
     """SHA-256 of the chat template."""
     thinking: bool | None
-    """`enable_thinking` as the template was given it; None: not given."""
+    """The template's switch of reasoning as it was given (`template_options`); None: not given."""
     max_length: int
     """Length limit of rows in tokens."""
     on_long: str

@@ -160,6 +160,8 @@ def parse(record: Mapping[str, Any]) -> Conversation | Document | TokenRows:
         null = ", ".join(f"`{key}` is null" for key in LIST_KEYS if key in record)
         raise Rejection("no conversation", f"{null + '; ' if null else ''}keys seen: {keys or 'none'}")
     messages = [_clean_message(number, message) for number, message in enumerate(messages, start=1)]
+    if record.get("functions") and not record.get("tools"):  # how tools were described before calls had types
+        record = {**record, "tools": _clean_functions(record["functions"])}
     return Conversation(_with_system(record, messages), _clean_tools(record.get("tools")))
 
 
@@ -196,17 +198,29 @@ def _as_messages(value: Any, role: str, key: str) -> list[Any]:
 
 def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages after the system prompt that stands beside them in the record, if one does."""
-    for key in SYSTEM_KEYS:
-        text = record.get(key)
-        if not text:
-            continue
-        if not isinstance(text, str):
-            raise Rejection("content is not text", f"`{key}` is a JSON {json_name(text)}")
-        if messages[0]["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": text}, *messages]
-        if messages[0]["content"] != text:
-            raise Rejection("two system prompts", f"`{key}` and message 1 differ")
+    key = _only_key(record, SYSTEM_KEYS, "two system prompts")
+    if key is None:
+        return messages
+    text = record[key]
+    if not isinstance(text, str):
+        raise Rejection("content is not text", f"`{key}` is a JSON {json_name(text)}")
+    if messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    if messages[0]["content"] != text:
+        raise Rejection("two system prompts", f"`{key}` and message 1 differ")
     return messages
+
+
+def _only_key(record: Mapping[str, Any], keys: Sequence[str], kind: str, where: str = "") -> str | None:
+    """The first of some keys for one and the same thing that has a value; None if none has.
+
+    Raises: Rejection if two of them have different values: one would be lost.
+    """
+    found = [key for key in keys if record.get(key)]
+    for other in found[1:]:
+        if record[other] != record[found[0]]:
+            raise Rejection(kind, f"{where}`{found[0]}` and `{other}` differ")
+    return found[0] if found else None
 
 
 def _document(text: Any) -> Document:
@@ -264,9 +278,14 @@ def _clean_message(number: int, message: Any) -> dict[str, Any]:
         raise Rejection("message is not an object", f"message {number} is a JSON {json_name(message)}")
     # Columnar exports fill absent keys with null, which templates take for a present value.
     cleaned = {key: value for key, value in message.items() if value is not None}
-    for key, wanted in (("from", "role"), ("value", "content")):
-        if key in cleaned and wanted not in cleaned:
-            cleaned[wanted] = cleaned.pop(key)
+    here = f"message {number}: "
+    for wanted, other in (("role", "from"), ("content", "value")):
+        if wanted == "role" and {wanted, other} <= cleaned.keys():  # two words for one role are no contradiction
+            cleaned[other] = cleaned[wanted] if _same_role(cleaned[wanted], cleaned[other]) else cleaned[other]
+        _only_key(cleaned, (wanted, other), "two readings of a message", here)
+        if other in cleaned:
+            cleaned[wanted] = cleaned.get(wanted) or cleaned[other]
+            del cleaned[other]
     name = cleaned.get("role")
     if not isinstance(name, str):
         raise Rejection("message without role", f"message {number}; keys seen: {', '.join(sorted(cleaned)) or 'none'}")
@@ -275,19 +294,28 @@ def _clean_message(number: int, message: Any) -> dict[str, Any]:
     cleaned["role"] = ROLE_NAMES[name]
     if media := next((key for key in MEDIA_KEYS if cleaned.get(key)), None):
         raise Rejection("content is not text", f"message {number} has `{media}`")
+    calls = [cleaned.pop("tool_calls", None)]
     if name == CALL_ROLE:
-        cleaned["tool_calls"] = _calls_from_text(number, cleaned.pop("content", None))
+        calls.append(_calls_from_text(number, cleaned.pop("content", None)))
     if "function_call" in cleaned:  # how a call was written before there were lists of them
-        cleaned.setdefault("tool_calls", [{"function": cleaned.pop("function_call")}])
-    if "tool_calls" in cleaned:
-        cleaned["tool_calls"] = _clean_tool_calls(number, cleaned["tool_calls"])
+        calls.append([{"function": cleaned.pop("function_call")}])
+    calls = [call for call in calls if call is not None and call != []]
+    if len(calls) > 1:
+        raise Rejection("two readings of a message", f"{here}calls stand in two places")
+    if calls:
+        cleaned["tool_calls"] = _clean_tool_calls(number, calls[0])
     for key in REASONING_KEYS:
         if key in cleaned and not isinstance(cleaned[key], str):
-            raise Rejection("content is not text", f"message {number}: `{key}` is a JSON {json_name(cleaned[key])}")
-        if cleaned.get(key):
-            cleaned.setdefault("reasoning_content", cleaned[key])
+            raise Rejection("content is not text", f"{here}`{key}` is a JSON {json_name(cleaned[key])}")
+    if reasoning := _only_key(cleaned, REASONING_KEYS, "two readings of a message", here):
+        cleaned["reasoning_content"] = cleaned[reasoning]
     cleaned["content"] = _clean_content(number, cleaned)
     return cleaned
+
+
+def _same_role(name: Any, other: Any) -> bool:
+    known = [ROLE_NAMES.get(x) if isinstance(x, str) else None for x in (name, other)]
+    return known[0] is not None and known[0] == known[1]
 
 
 def _clean_content(number: int, message: Mapping[str, Any]) -> str:
@@ -353,6 +381,11 @@ def _clean_tools(tools: Any) -> list[Any] | None:
     if not isinstance(tools, list):
         raise Rejection("bad tools", f"`tools` is a JSON {json_name(tools)}; a list was wanted")
     return tools
+
+
+def _clean_functions(functions: Any) -> list[Any]:
+    described = _clean_tools(functions) or []
+    return [{"type": "function", "function": function} for function in described]
 
 
 def _hash(content: Any) -> int:

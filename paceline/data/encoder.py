@@ -40,6 +40,8 @@ class Encoder:
         self._answer_pattern = any_of({control for control in special if not is_sayable(control)})
         self._cut_pattern = any_of({control for control in special if self._is_cut("a 1 ", f"{control} b\n")})
         self.joins_cleanly = self._is_cut("a 1:\n", "b 2\n")
+        # Beside typed control tokens texts are tokenized apart; some tokenizers begin each with a space of their own.
+        self._keeps_pieces = all(self._is_cut(control, "b 2\n") for control in special)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         sample = ["a 1 b\n", *special]
         if backend is not None and self._tokenize(sample) == [e.ids for e in _encode_fast(backend, sample)]:
@@ -62,6 +64,12 @@ class Encoder:
         for number, (answer, seen) in enumerate(zip(is_answer, typed, strict=True), start=1):
             if answer and seen:
                 raise Rejection("control token in an answer", f"message {number} contains {seen!r}")
+        if not self._keeps_pieces:
+            raise Rejection(
+                "control token in a message",
+                f"{next(filter(None, typed))!r}; this tokenizer has no way to take it for text without changing its "
+                "surroundings",
+            )
         guard = next((g for g in GUARDS if not _search(re.compile(g), [messages, tools])), None)
         if guard is None:
             raise Rejection("control token in a message", "and every private-use character that could mark it as text")
@@ -71,9 +79,9 @@ class Encoder:
         ]
         return marked, _mark(pattern, guard, tools), guard
 
-    def typed_control(self, text: str) -> str | None:
-        """The first control token in a text."""
-        return _search(self._control_pattern, text)
+    def typed_control(self, value: Any) -> str | None:
+        """The first control token in the strings of a JSON value."""
+        return _search(self._control_pattern, value)
 
     def table(self, ids: Iterable[int]) -> np.ndarray:
         """bool ``[vocabulary]``; True at these ids."""

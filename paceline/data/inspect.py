@@ -61,7 +61,7 @@ def load_own_tokenizer(dataset: Dataset, folder: Path, other: str | None = None)
     if other is None and not (folder / TOKENIZER_DIR).is_dir():  # a missing folder's path reads as a name on the hub
         raise DataError(f"tokenizer {name} is gone: pass --tokenizer DIR ({dataset.info.tokenizer})")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged tokenizer.json raises a bare Exception
         raise DataError(f"tokenizer {name} cannot be loaded: pass --tokenizer DIR") from error
     if tokenizer_fingerprint(tokenizer) != dataset.info.tokenizer_fingerprint:

@@ -183,7 +183,7 @@ def prepare(
     total_bytes = None if None in sizes else sum(filter(None, sizes))
     out = out.resolve()
     tokenizer = load_tokenizer(settings.tokenizer, settings.template)
-    _check_regenerated(sources, tokenizer)
+    _check_regenerated(sources, tokenizer, settings.thinking)
     stop_ids = find_stop_ids(tokenizer)
     workers = settings.workers or _default_workers(total_bytes)
     work = ((number, chunk) for number, source in enumerate(sources) for chunk in source.chunks())
@@ -395,15 +395,27 @@ def _default_workers(total_bytes: int | None) -> int:
     return cores if total_bytes is None else max(1, min(total_bytes // WORKER_BYTES, cores))
 
 
-def _check_regenerated(sources: Sequence[Source], tokenizer: Any) -> None:
-    """Raises: DataError if the answers of an input were made with another tokenizer: their ids mean other text."""
+def _check_regenerated(sources: Sequence[Source], tokenizer: Any, thinking: bool | None) -> None:
+    """Raises: DataError if answers were made with another tokenizer, whose ids mean other text, or asked otherwise."""
+    ours = {
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "template_hash": template_hash(tokenizer),
+        "thinking": thinking,
+    }
     for source in sources:
-        made_with = source.provenance.get("regenerated", {}).get("tokenizer_fingerprint")
-        if made_with not in (None, ours := tokenizer_fingerprint(tokenizer)):
-            raise DataError(
-                f"input {source.input.path} holds token ids of another tokenizer (tokenizer_fingerprint "
-                f"{made_with[:12]}, --tokenizer has {ours[:12]}): name the tokenizer that it was regenerated with"
-            )
+        made_with = source.provenance.get("regenerated", {})
+        made_with = {"thinking": made_with.get("sampling", {}).get("thinking"), **made_with}
+        for name, here in ours.items() if "tokenizer_fingerprint" in made_with else ():
+            there = made_with.get(name)
+            if there != here:
+                raise DataError(
+                    f"input {source.input.path} was regenerated with another {name} ({_short(there)}, here "
+                    f"{_short(here)}): give prepare the same --tokenizer, --template and --thinking"
+                )
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else str(value)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -12,8 +12,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -24,10 +25,11 @@ import pyarrow.parquet as pq
 from paceline.data.dialects import Rejection, json_name
 from paceline.errors import DataError
 
-MAX_LINE_BYTES = 8 << 20
-"""Longest line that is parsed; a longer one is rejected without being held in memory."""
+MAX_LINE_BYTES = 32 << 20
+"""Longest line that is parsed; a longer one is rejected without being held in memory. Rows of `regenerate`, which hold
+token ids beside the text, can be long."""
 
-MAX_ELEMENT_BYTES = 64 << 20
+MAX_ELEMENT_CHARACTERS = 64 << 20
 """Longest element of a JSON array that is searched for its end; one above `MAX_LINE_BYTES` is rejected."""
 
 CHUNK_RECORDS = 256
@@ -40,6 +42,10 @@ TEXT_CHARACTERS = 200
 TEXT_ENDINGS = (".jsonl", ".ndjson", ".json")
 TABLE_ENDINGS = (".parquet", ".arrow")
 
+UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
+"""What PyArrow raises for a value that Python cannot hold: a string that is no UTF-8, a time after the year 9999, a
+time zone that does not exist."""
+
 BLANKS = re.compile(r"[ \t\r\n]*")
 DECODER = json.JSONDecoder()
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -51,15 +57,20 @@ class Record(NamedTuple):
     file: str
     number: int
     """Its line, counted from 1, blank ones included; in a table its row; in a JSON array the line it begins on."""
-    raw: bytes | dict[str, Any]
+    raw: bytes | dict[str, Any] | Rejection
+    """A rejection for a row of a table that Python cannot hold."""
 
     def decode(self) -> dict[str, Any]:
         """The record as an object. Raises: Rejection if it is none."""
+        if isinstance(self.raw, Rejection):
+            raise self.raw
         return self.raw if isinstance(self.raw, dict) else decode_record(self.raw)
 
     @property
     def text(self) -> str:
-        """Its first characters, for people."""
+        """Its first characters, for people; none of a row that Python cannot hold."""
+        if isinstance(self.raw, Rejection):
+            return ""
         if isinstance(self.raw, bytes):
             return self.raw[: 4 * TEXT_CHARACTERS].decode("utf-8", errors="replace")[:TEXT_CHARACTERS]
         return json.dumps(self.raw, ensure_ascii=False, default=str)[:TEXT_CHARACTERS]
@@ -109,8 +120,27 @@ class Chunk:
             return
         assert self.table is not None
         with pa.ipc.open_stream(self.table) as stream:
-            rows = stream.read_all().to_pylist()
-        yield from (Record(self.file, number, _plain(row)) for number, row in zip(self.numbers, rows, strict=True))
+            rows = _rows(stream.read_all())
+        yield from (Record(self.file, number, row) for number, row in zip(self.numbers, rows, strict=True))
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any] | Rejection]:
+    """Rows as Python objects; one by one where some row cannot be one, so that it costs no other row."""
+    try:
+        return [_plain(row) for row in table.to_pylist()]
+    except UNREADABLE:
+        return [_row(table.slice(number, 1)) for number in range(table.num_rows)]
+
+
+def _row(table: pa.Table) -> dict[str, Any] | Rejection:
+    """The only row of a table."""
+    values = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            (values[name],) = column.to_pylist()
+        except UNREADABLE as error:
+            return Rejection("unreadable row", f"column {name}: {_first_line(error)}")
+    return _plain(values)
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -125,18 +155,19 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def file_chunks(path: Path, *, must_have_rows: bool = True) -> Iterator[Chunk]:
+def file_chunks(path: Path, *, must_have_rows: bool = True) -> Generator[Chunk]:
     """Chunks of one file. Raises: DataError if it cannot be read, is damaged, or has no row though it must."""
     found = False
     with _named_errors(path):
         with path.open("rb") as file:
             head = file.read(8)
-        chunks = _table_chunks(path, head) if head[:4] == b"PAR1" or _is_arrow(path, head) else _text_chunks(path, head)
-        for chunk in chunks:
-            found = True
-            yield chunk
+        is_table = head[:4] == b"PAR1" or _is_arrow(path, head)
+        with closing(_table_chunks(path, head) if is_table else _text_chunks(path, head)) as chunks:
+            for chunk in chunks:
+                found = True
+                yield chunk
     if not found and must_have_rows:
-        raise DataError(f"input {path} is empty: it has no row at all")
+        raise DataError(f"input {shown_path(path)} is empty: it has no row at all")
 
 
 def _is_arrow(path: Path, head: bytes) -> bool:
@@ -148,33 +179,45 @@ def _named_errors(path: Path) -> Iterator[None]:
     """Says which file an error of the reading libraries is about."""
     try:
         yield
-    except (OSError, EOFError, pa.ArrowException, zlib.error) as error:
-        what = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(f"input {path} cannot be read to its end: {what}; nothing was published") from error
+    except (OSError, EOFError, pa.ArrowException, zlib.error, UnicodeDecodeError) as error:  # the last: of a column
+        raise DataError(
+            f"input {shown_path(path)} cannot be read to its end: {_first_line(error)}; nothing was published"
+        ) from error
 
 
-def _shown(path: Path) -> str:
-    """A file's name as text, whatever bytes it has."""
-    return os.fsencode(path).decode("utf-8", errors="replace")
+def _first_line(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _table_chunks(path: Path, head: bytes) -> Iterator[Chunk]:
-    size = path.stat().st_size
-    if head[:4] == b"PAR1":
-        table = pq.ParquetFile(path)
-        num_rows, batches = table.metadata.num_rows, table.iter_batches(CHUNK_RECORDS)
-    else:
-        source = pa.memory_map(str(path))
-        whole = (pa.ipc.open_file(source) if head[:6] == b"ARROW1" else pa.ipc.open_stream(source)).read_all()
-        num_rows, batches = whole.num_rows, iter(whole.to_batches(CHUNK_RECORDS))
+def shown_path(path: str | Path) -> str:
+    """A name as text that UTF-8 can hold, whatever bytes it has: those that are no UTF-8 as ``\\xff``."""
+    return os.fsencode(path).decode("utf-8", errors="backslashreplace")
+
+
+def _table_chunks(path: Path, head: bytes) -> Generator[Chunk]:
+    name, size = os.fsencode(path), path.stat().st_size  # as text, PyArrow takes UTF-8 alone
     number = 1
-    for batch in batches:
-        yield table_chunk(_shown(path), number, batch, round(size * batch.num_rows / max(num_rows, 1)))
-        number += batch.num_rows
+    with pa.OSFile(name) if head[:4] == b"PAR1" else pa.memory_map(name) as source:
+        num_rows, batches = _batches(source, head)
+        for batch in batches:
+            yield table_chunk(shown_path(path), number, batch, round(size * batch.num_rows / max(num_rows, 1)))
+            number += batch.num_rows
+
+
+def _batches(source: pa.NativeFile, head: bytes) -> tuple[int, Iterator[pa.RecordBatch]]:
+    """Number of rows of a table, and the rows."""
+    if head[:4] == b"PAR1":
+        table = pq.ParquetFile(source)
+        return table.metadata.num_rows, table.iter_batches(CHUNK_RECORDS)
+    whole = (pa.ipc.open_file(source) if head[:6] == b"ARROW1" else pa.ipc.open_stream(source)).read_all()
+    return whole.num_rows, iter(whole.to_batches(CHUNK_RECORDS))
 
 
 def table_chunk(file: str, number: int, batch: pa.RecordBatch, num_bytes: int) -> Chunk:
-    """A chunk of a table's rows, the first of which has this number."""
+    """A chunk of a table's rows, the first of which has this number. Raises: DataError for two columns of one name."""
+    column, count = Counter(batch.schema.names).most_common(1)[0] if batch.schema.names else ("", 1)
+    if count > 1:
+        raise DataError(f"input {file} has {count} columns called {column!r}: rename them, a row can hold only one")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as stream:  # writes a slice alone, where a pickle would take its buffers
         stream.write_batch(batch)
@@ -182,9 +225,8 @@ def table_chunk(file: str, number: int, batch: pa.RecordBatch, num_bytes: int) -
     return Chunk(file, numbers, table=sink.getvalue().to_pybytes(), num_bytes=num_bytes)
 
 
-def _text_chunks(path: Path, head: bytes) -> Iterator[Chunk]:
-    with path.open("rb") as raw:
-        file = _decompressed(raw, head)
+def _text_chunks(path: Path, head: bytes) -> Generator[Chunk]:
+    with path.open("rb") as raw, _decompressed(raw, head) as file:
         read = (
             _lines
             if uncompressed_name(path.name).endswith((".jsonl", ".ndjson")) or not _is_json(file)
@@ -195,13 +237,13 @@ def _text_chunks(path: Path, head: bytes) -> Iterator[Chunk]:
         size = done = 0
         for number, line in read(file, path):
             if lines and (len(lines) >= CHUNK_RECORDS or size + len(line) > CHUNK_BYTES):
-                yield Chunk(_shown(path), numbers, lines, num_bytes=raw.tell() - done)
+                yield Chunk(shown_path(path), numbers, lines, num_bytes=raw.tell() - done)
                 done, size, numbers, lines = raw.tell(), 0, [], []
             numbers.append(number)
             lines.append(line)
             size += len(line)
         if lines:
-            yield Chunk(_shown(path), numbers, lines, num_bytes=raw.tell() - done)
+            yield Chunk(shown_path(path), numbers, lines, num_bytes=raw.tell() - done)
 
 
 def uncompressed_name(name: str) -> str:
@@ -315,8 +357,8 @@ class _JsonText:
                 if self._ended:
                     raise self.broken(str(error).partition(": line")[0]) from None
             held = len(self._held) - self.at
-            if held > MAX_ELEMENT_BYTES:
-                raise self.broken(f"a value that is broken, or longer than {MAX_ELEMENT_BYTES} bytes")
+            if held > MAX_ELEMENT_CHARACTERS:
+                raise self.broken(f"a value that is broken, or longer than {MAX_ELEMENT_CHARACTERS} characters")
             self._read(max(CHUNK_BYTES, held))
         line, start, self.at = self._line_here(), self.at, end
         return line, self._held[start:end].encode("utf-8", errors="surrogateescape")
@@ -324,8 +366,8 @@ class _JsonText:
     def broken(self, what: str) -> DataError:
         """The error that the file is no JSON from here on."""
         return DataError(
-            f"input {self._path} is broken JSON from line {self._line_here()} on: {what}; nothing was published. "
-            "As JSON Lines, one object a line, it would lose its bad rows alone."
+            f"input {shown_path(self._path)} is broken JSON from line {self._line_here()} on: {what}; "
+            "nothing was published. As JSON Lines, one object a line, it would lose its bad rows alone."
         )
 
     def _line_here(self) -> int:

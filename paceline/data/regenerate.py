@@ -26,8 +26,8 @@ from typing import Any, Literal, Protocol
 from paceline.data.dataset import REJECTED_FILE
 from paceline.data.dialects import Conversation, Rejection, parse
 from paceline.data.inputs import ANSWERS_FILE, REGENERATE_FILE, Source
-from paceline.data.reading import Record
-from paceline.data.templates import template_options
+from paceline.data.reading import Chunk, Record
+from paceline.data.templates import REFUSED, template_options
 from paceline.errors import ConfigError, DataError
 from paceline.files import locked, write_atomically
 
@@ -216,6 +216,8 @@ def _prompts_of(messages: Sequence[dict[str, Any]]) -> tuple[list[list[dict[str,
 class RecordStream:
     """The records of all inputs, a chunk at a time, without those that an earlier run has done.
 
+    A file that two inputs name, a folder and a path into it for example, is read once.
+
     Attributes:
         num_read: Records so far, those done earlier included.
     """
@@ -224,7 +226,7 @@ class RecordStream:
         self.num_read = 0
         self._done = done
         self._limit = limit
-        self._chunks = (chunk for source in sources for chunk in source.chunks())
+        self._chunks = _chunks_once(sources)
         self._total_bytes = [source.num_bytes for source in sources]
         self._read_bytes = 0
         self._held: deque[tuple[str, Record]] = deque()
@@ -269,6 +271,16 @@ class RecordStream:
         part = part + 1 if (file, number) == (record.file, record.number) else 1
         self._last = (record.file, record.number, part)
         return f"{record.file}:{record.number}" + (f"#{part}" if part > 1 else "")
+
+
+def _chunks_once(sources: Sequence[Source]) -> Iterator[Chunk]:
+    """Chunks of all sources; those of a file that came before, by this or another path, are left out."""
+    first: dict[str, tuple[int, str]] = {}
+    for number, source in enumerate(sources):
+        for chunk in source.chunks():
+            place = (number, chunk.file)
+            if first.setdefault(os.path.realpath(chunk.file), place) == place:
+                yield chunk
 
 
 @dataclass
@@ -374,7 +386,9 @@ class AnswerFolder:
 
     def _write(self, file: int, line: dict[str, Any]) -> None:
         # Text that JSON can hold and UTF-8 cannot, a lone surrogate, is written as an escape.
-        data = (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", errors="backslashreplace")
+        data = (json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n").encode(
+            "utf-8", errors="backslashreplace"
+        )
         if (written := os.write(file, data)) != len(data):  # the disk is full: the next start cuts the torn line off
             raise OSError(f"{self.path} could not be written: {written} of {len(data)} bytes of a line")
         self.counts.add(line)
@@ -447,7 +461,9 @@ def _check_unchanged(out: Path, description: Mapping[str, Any]) -> None:
     different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if different:
         seen = "; ".join(f"{key} was {before.get(key)}, is now {now.get(key)}" for key in different[:3])
-        raise ConfigError(f"{out} was begun with other settings ({seen}): use those, or choose another --out")
+        of_inputs = any(key.startswith("inputs.") for key in different)
+        what = "other inputs, or these have changed since" if of_inputs else "other settings"
+        raise ConfigError(f"{out} was begun with {what} ({seen}): use those, or choose another --out")
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -465,12 +481,14 @@ async def regenerate(
     *,
     on_cut: Literal["drop", "keep"],
     concurrency: int,
+    typed_control: Callable[[Any], str | None],
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> None:
     """Answer every record of a stream; cancel it to stop, what is under way is dropped then.
 
     Args:
         concurrency: Conversations under way at a time.
+        typed_control: The first control token in the strings of a JSON value, as `Encoder.typed_control` finds it.
         on_answer: Called with every answer, kept or not.
     """
 
@@ -482,6 +500,7 @@ async def regenerate(
 
         try:
             conversation = _conversation_of(record)
+            _check_controls(conversation, typed_control)
             answered = await regenerate_conversation(conversation, ask, on_cut)
         except Rejection as rejection:
             folder.reject(name, record, rejection)
@@ -512,6 +531,17 @@ def _conversation_of(record: Record) -> Conversation:
     return conversation
 
 
+def _check_controls(conversation: Conversation, typed_control: Callable[[Any], str | None]) -> None:
+    """Raises: Rejection for a control token typed in what is sent.
+
+    Whoever renders prompts takes it for its own: the target would answer turns that nobody had, and `prepare`, which
+    keeps such tokens as text, could not tell from the ids.
+    """
+    asked = [message for message in conversation.messages if message["role"] != "assistant"]
+    if seen := typed_control([asked, conversation.tools]):
+        raise Rejection("control token in a message", f"{seen!r}, which a server would read as its own")
+
+
 def prompt_ids(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, thinking: bool | None
 ) -> list[int]:
@@ -527,7 +557,7 @@ def prompt_ids(
         )
     except Exception as error:  # a template is a foreign program: it may fail in any way
         message = str(error).strip() or type(error).__name__
-        raise Rejection("template refuses the conversation", message.splitlines()[0]) from error
+        raise Rejection(REFUSED, message.splitlines()[0]) from error
     return list(encoded["input_ids"])
 
 

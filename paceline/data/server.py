@@ -29,6 +29,8 @@ CONNECT_TIMEOUT_S = 10.0
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling that a server would otherwise take from the model's generation_config.json, unseen."""
 
+NO_API = "is it an OpenAI-compatible server?"
+
 EXCERPT = 12
 """Tokens shown around the first difference of two prompts."""
 
@@ -132,23 +134,29 @@ class ServerTarget:
         await self._client.close()
 
     async def _find_model(self) -> None:
+        owners: dict[str, Any] = {}
         try:  # at once: a server that is not there yet is a mistake, not an outage
-            models = [model async for model in self._client.with_options(max_retries=0, timeout=30).models.list()]
+            async for model in self._client.with_options(max_retries=0, timeout=30).models.list():
+                owners[model.id] = getattr(model, "owned_by", None)
+            names = list(owners)
+            if not _are(names, str):
+                raise TypeError(f"names of models that are no strings: {names}")
         except self._openai.NotFoundError:
-            models = []
+            names = []
         except self._openai.OpenAIError as error:
             raise ServerError(
                 f"no answer from {self.shown_url}: {self._what(error)}; is the server up there?"
             ) from error
-        names = [model.id for model in models]
+        except (AttributeError, TypeError, ValueError) as error:  # the client hands on whatever came
+            raise ServerError(f"{self.shown_url} sent no list of models: {NO_API}") from error
         if not self.model and len(names) != 1:
             seen = f"has {len(names)} models: {', '.join(names)}" if names else "does not say which models it has"
             raise ConfigError(f"{self.shown_url} {seen}; choose one with --model NAME")
         if self.model and names and self.model not in names:
             raise ConfigError(f"{self.shown_url} has no model {self.model}; it has {', '.join(names)}")
         self.model = self.model or names[0]
-        owner = next((model.owned_by for model in models if model.id == self.model), None)
-        self.software = " ".join(filter(None, [owner, await self._version()])) or None
+        known = [owners.get(self.model), await self._version()]
+        self.software = " ".join(str(fact) for fact in known if fact) or None
 
     async def _version(self) -> str | None:
         """Version by vLLM's or SGLang's own address, beside the API; None elsewhere."""
@@ -179,7 +187,10 @@ class ServerTarget:
         return answer
 
     async def _send(self, request: dict[str, Any]) -> Any:
-        """The server's response. Without what only some servers know, if it would not take that."""
+        """The server's response. Without what only some servers know, if it does not take that.
+
+        A refusal is believed of a request without these fields, or once an answer has come to one with them.
+        """
         settings = self._settings
         body = {
             "model": self.model,
@@ -191,17 +202,14 @@ class ServerTarget:
         template = template_options(settings.thinking)
         extra: dict[str, Any] = {"chat_template_kwargs": template} if template else {}
         more = {"return_token_ids": True, **NEUTRAL} if self.takes_neutral else {}
-        create = self._client.chat.completions.create
         try:
-            return await create(**body, extra_body=extra | more)
+            return await self._create(**body, extra_body=extra | more)
         except (self._openai.BadRequestError, self._openai.UnprocessableEntityError) as error:
-            if not more or self._has_answered:
+            # Other requests may have been answered since this one was sent.
+            if not more or (self.takes_neutral and self._has_answered):
                 raise
-            try:
-                response = await create(**body, extra_body=extra)
-            except self._openai.OpenAIError:
-                raise error from None  # it was not these
-            if self.takes_neutral:
+            response = await self._create(**body, extra_body=extra)
+            if self.takes_neutral and not self._has_answered:
                 self.takes_neutral = False
                 log.warning(
                     "the server does not take %s (%s): ONLY TEXT CAN BE STORED, which `prepare` tokenizes again, and "
@@ -210,6 +218,22 @@ class ServerTarget:
                     self._what(error),
                 )
             return response
+
+    async def _create(self, **body: Any) -> Any:
+        """One request. Raises: ServerError if what comes is no answer at all, which the client hands on as it is."""
+        try:
+            response = await self._client.chat.completions.create(**body)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ServerError(f"{self.shown_url} sent broken JSON ({error}): {NO_API}") from error
+        choices = getattr(response, "choices", None)
+        first = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(getattr(first, "message", None), self._openai.BaseModel):
+            raise self._no_answer(response)
+        return response
+
+    def _no_answer(self, what: Any) -> ServerError:
+        seen = " ".join(str(what).split())[:200]
+        return ServerError(f"{self.shown_url} sent no answer but {seen!r}: {NO_API}")
 
     async def _blame(self, key: str, error: Exception) -> None:
         """Return if a request that failed for good was at fault. Raises: ServerError if the server was."""
@@ -241,29 +265,33 @@ class ServerTarget:
         return (f"HTTP {status}: " if status else "") + " ".join(text.split())[:300]
 
     def _read(self, response: Any) -> Answer:
-        choices = getattr(response, "choices", None)
-        if not choices or choices[0].message is None:
-            raise ServerError(f"{self.shown_url} sent no answer but {str(response)[:200]!r}: is it an OpenAI server?")
-        choice = choices[0]
+        """What a response says. Raises: Rejection for an odd ending; ServerError if fields have other types."""
+        choice = response.choices[0]
         if choice.finish_reason not in ("stop", "length", "tool_calls"):
             raise Rejection("the server ended the answer", f"finish_reason {choice.finish_reason}")
         said = choice.message
-        message: dict[str, Any] = {"role": "assistant", "content": said.content or ""}
-        reasoning = getattr(said, "reasoning_content", None) or getattr(said, "reasoning", None)
+        content = getattr(said, "content", None) or ""
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        reasoning = getattr(said, "reasoning_content", None) or getattr(said, "reasoning", None) or ""
         if reasoning:
             message["reasoning_content"] = reasoning
-        if said.tool_calls:
-            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in said.tool_calls]
+        calls = getattr(said, "tool_calls", None) or []
+        if not (isinstance(content, str) and isinstance(reasoning, str) and _are(calls, self._openai.BaseModel)):
+            raise self._no_answer(response)
+        if calls:
+            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
         # vLLM puts the prompt's ids beside the choices, SGLang into them
         prompt = getattr(response, "prompt_token_ids", None) or getattr(choice, "prompt_token_ids", None)
         answer = getattr(choice, "token_ids", None)
         if not prompt or answer is None:
             prompt = answer = None
-        usage = getattr(response.usage, "completion_tokens", 0)
+        elif not (_are(prompt, int) and _are(answer, int)):
+            seen = f"{str(prompt)[:50]} and {str(answer)[:50]}"
+            raise ServerError(f"{self.shown_url} sent token ids that are no lists of integers, {seen}: {NO_API}")
         return Answer(
             message,
             "length" if choice.finish_reason == "length" else "stop",
-            usage if answer is None else len(answer),
+            _usage(response, "completion_tokens") if answer is None else len(answer),
             prompt,
             answer,
         )
@@ -282,10 +310,10 @@ class ServerTarget:
             ours = prompt_ids(self._tokenizer, messages, tools, self._settings.thinking)
             if answer.prompt_ids is not None:
                 self._compare(key, ours, answer.prompt_ids)
-            elif response.usage and response.usage.prompt_tokens not in (0, len(ours)):
+            elif (theirs := _usage(response, "prompt_tokens")) not in (0, len(ours)):
                 raise ConfigError(
-                    f"{key}: the server counts {response.usage.prompt_tokens} prompt tokens, and the tokenizer and "
-                    f"template here give {len(ours)}: name the ones it uses, or accept it with --any-template"
+                    f"{key}: the server counts {theirs} prompt tokens, and the tokenizer and template here give "
+                    f"{len(ours)}: name the ones it uses, or accept it with --any-template"
                 )
             self._has_compared = True
 
@@ -300,6 +328,17 @@ class ServerTarget:
             f"({len(theirs)} and {len(ours)} in all) it has ...{there!r}, here ...{here!r}. Name the server's "
             "tokenizer or --template, give both sides the same --thinking, or accept it with --any-template"
         )
+
+
+def _are(values: Any, kind: type) -> bool:
+    """Whether something is a list of values of one type; True and False are no integers here."""
+    return isinstance(values, list) and all(isinstance(x, kind) and not isinstance(x, bool) for x in values)
+
+
+def _usage(response: Any, name: str) -> int:
+    """A count of tokens by the server; 0 where it does not say."""
+    count = getattr(getattr(response, "usage", None), name, None)
+    return count if isinstance(count, int) else 0
 
 
 def _as_sent(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,10 @@ OPENED = re.compile(rf"(?:{OPENING.pattern})(\s*)$")
 CLOSED = re.compile(rf"(?:{CLOSING.pattern})\s*$")
 """How a prompt ends that has begun the target's reasoning, and one that has skipped it."""
 
+MAX_RENDERED = 1 << 26
+"""Characters that the turns of a conversation may come to when each is rendered with all before it: 64 MiB take a few
+seconds. A thousand turns of 60 characters are 60 million; 128 turns of a 64 k token text are 30 million."""
+
 PROMPT_END = 64
 """Characters at the end of a prompt in which these marks are looked for."""
 
@@ -62,7 +66,7 @@ UNREASONED = "answer without reasoning"
 REASONED = "answer with reasoning"
 ADVICE = {
     CHANGED: "another --template FILE may show answers after its generation prompt",
-    DROPPED: "give it in the content, between the target's own marks",
+    DROPPED: "give it in the content, between the target's own marks, or leave it out if the target does not reason",
     UNREASONED: "the target would reason first: give answers that do",
     REASONED: "the target would not reason: give answers that do not",
 }
@@ -115,7 +119,6 @@ class Template:
         self._stops = stops
         source = json.dumps(tokenizer.chat_template)
         self._closings = {mark.group() for mark in CLOSING.finditer(source)}
-        self._knows_reasoning = bool(self._closings or OPENING.search(source))
         self._in_parts = False
         if PROBE not in self._probe(PROBE):  # perhaps it wants contents to be lists of parts
             self._in_parts = True
@@ -165,6 +168,9 @@ class Template:
         at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not at:
             raise Rejection("no assistant turn")
+        rendered = sum(len(message["content"]) for message in messages) * len(at)
+        if rendered > MAX_RENDERED:
+            raise Rejection("too many turns", f"{len(at)} of {rendered // len(at)} characters in all; split it")
         shown = [self._as_shown(message) for message in messages]
         prompts = self._render([shown[:i] for i in at], tools, add_generation_prompt=True)
         whole = self._render([shown], tools)[0] if at[-1] + 1 < len(messages) else ""
@@ -214,7 +220,7 @@ class Template:
                 given = given[mark.end() :].removeprefix(opened[1])
             return given
 
-        if reasoning and self._knows_reasoning and reasoning not in spoken:
+        if reasoning and reasoning not in spoken:
             raise Rejection(DROPPED, f"assistant turn {number}: `reasoning_content` is not rendered")
         if opened and not CLOSING.search(spoken):
             raise Rejection(UNREASONED, f"assistant turn {number}: the prompt ends in {opened[0]!r}")

@@ -345,7 +345,7 @@ def encode_prompts(
     """Token ids of each prompt as a server would feed them: chat template with the generation prompt.
 
     Args:
-        thinking: `enable_thinking` for the template; None leaves it its own default.
+        thinking: Switches the template's reasoning, see `template_options`; None leaves it its own default.
     Raises: DataError if the tokenizer has no template, or the template refuses a prompt.
     """
     if not tokenizer.chat_template:

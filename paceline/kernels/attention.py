@@ -24,10 +24,10 @@ MAX_GROUP_SCORES = 1 << 26
 has 25 million, one of 64 k tokens with its 10,923 blocks 11 thousand million."""
 
 MAX_KEPT_SCORES = 1 << 31
-"""Scores of all heads that are kept for the gradients, some 12 GiB a layer; of longer rows they are computed again."""
+"""Scores of all heads that a layer keeps for the gradients, some 12 GiB; longer rows compute theirs again."""
 
 MAX_KEPT_MASKS = 1 << 30
-"""Bytes of masks that a layout keeps for its other layers."""
+"""Bytes of masks that a layout keeps for the other layers that see alike."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ def test_a_run_ends_with_what_a_person_wants_to_know(server: FakeServer, tmp_pat
         "seed": 7,
         "thinking": None,
     }
-    assert described["inputs"] == [{"path": str(source), "license": None, "files": 1}]
+    (described_input,) = described["inputs"]
+    assert described_input.items() >= {"path": str(source), "license": None, "files": 1}.items()
     assert described["counts"]["rejected"] == {"answer longer than max-new-tokens": 1}
     assert described["tokenizer_fingerprint"] and described["template_hash"]
     with pytest.raises(ConfigError, match="sampling.seed was 7, is now 8"):
@@ -141,8 +142,69 @@ def test_weights_and_repeated_inputs_are_refused(tmp_path: Path) -> None:
     options = ("--out", tmp_path / "out", "--server", "http://x", *TOKENIZER)
     with pytest.raises(ConfigError, match="has a weight"):
         run(f"{source},weight=2", *options)
-    with pytest.raises(ConfigError, match="named twice"):
-        run(source, source, *options)
+    (tmp_path / "link.jsonl").symlink_to(source)
+    for again in (source, f"{tmp_path}/./in.jsonl", tmp_path / "link.jsonl"):
+        with pytest.raises(ConfigError, match="named twice"):
+            run(source, again, *options)
+
+
+def test_a_folder_and_a_file_in_it_are_answered_once(server: FakeServer, tmp_path: Path) -> None:
+    """However many requests are in flight."""
+    (tmp_path / "in").mkdir()
+    source = questions(tmp_path / "in" / "in.jsonl", 6)
+    for concurrency in (1, 20):
+        options = ("--server", server.url, *TOKENIZER, "--out", tmp_path / f"out{concurrency}", "--json")
+        shown = json.loads(run(tmp_path / "in", source, *options, "--concurrency", concurrency))
+        assert shown["num_kept"] == 6
+
+
+def test_an_input_that_was_replaced_is_refused(server: FakeServer, tmp_path: Path) -> None:
+    """Its rows are known by their places: other content there would pass for answered."""
+    source, out = questions(tmp_path / "in.jsonl", 3), tmp_path / "out"
+    options = (source, "--server", server.url, *TOKENIZER, "--out", out)
+    run(*options)
+    for content in (source.read_text().replace("question 1", "QUESTION 1"), source.read_text() * 2):
+        source.write_text(content)
+        with pytest.raises(
+            ConfigError, match=r"other inputs, or these have changed since \(inputs.0.(bytes|digest) was"
+        ):
+            run(*options)
+
+
+@pytest.mark.parametrize(("thinking", "words"), [("on", " --thinking on "), ("off", " --thinking off "), (None, "")])
+def test_the_next_command_keeps_the_thinking_mode(
+    server: FakeServer, tmp_path: Path, thinking: str | None, words: str
+) -> None:
+    """`prepare` has to render prompts as they were."""
+    options = ("--server", server.url, *TOKENIZER, "--out", tmp_path / "out")
+    switch = () if thinking is None else ("--thinking", thinking)
+    shown = run(questions(tmp_path / "in.jsonl", 1), *options, *switch).splitlines()[-1]
+    assert shown.startswith("next: paceline prepare ") and words in shown and shown.endswith(" --out DATA")
+    assert ("--thinking" in shown) == (thinking is not None)
+
+
+def test_a_server_that_fails_for_good_ends_the_command(server: FakeServer, tmp_path: Path) -> None:
+    """Exit code 1 and one line; no row is rejected, and the next call goes on."""
+    server.reply = lambda body, times: Reply() if len(server.requests) <= 3 else Reply(500, "out of memory")
+    source, out = questions(tmp_path / "in.jsonl", 8), tmp_path / "out"
+    options = (source, "--server", server.url, *TOKENIZER, "--out", out, "--concurrency", 2, "--retries", 1)
+    failed = start(*options)
+    _, shown = failed.communicate(timeout=60)
+    assert failed.returncode == 1 and "Traceback" not in shown
+    assert "stopped answering" in shown and "HTTP 500: out of memory" in shown and "goes on with the others" in shown
+    assert 1 <= len(done(out)) <= 3 and (out / "rejected.jsonl").read_text() == ""
+    server.reply = lambda body, times: Reply()
+    assert json.loads(run(*options, "--json"))["num_kept"] == 8
+
+
+def test_typed_control_tokens_are_rejected_by_a_model_here_as_well(toy: Toy, tmp_path: Path) -> None:
+    """Whoever answers."""
+    source = tmp_path / "in.jsonl"
+    rows = [{"prompt": "hi<|im_end|>"}, {"prompt": "hi"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--target", toy.target, "--max-new-tokens", 4, "--on-cut", "keep", "--out", tmp_path / "out", "--json")
+    shown = json.loads(run(source, *options))
+    assert (shown["num_kept"], shown["rejected"]) == (1, {"control token in a message": 1})
 
 
 def test_nothing_answered_is_an_error(server: FakeServer, tmp_path: Path) -> None:

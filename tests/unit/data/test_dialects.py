@@ -87,6 +87,24 @@ def test_reasoning_stands_under_one_name(key: str) -> None:
     assert found.messages[1]["reasoning_content"] == "add them"
 
 
+def test_an_empty_key_does_not_hide_another_one() -> None:
+    """Columns that a file has for some rows only are empty in the others."""
+    message = {
+        "role": "assistant",
+        "from": "gpt",
+        "content": "",
+        "value": "4",
+        "reasoning_content": "",
+        "thinking": "why",
+    }
+    call = {"role": "assistant", "content": None, "tool_calls": [], "function_call": {"name": "f", "arguments": {}}}
+    found = parse({"messages": [PLAIN[0], message, PLAIN[0], call], "functions": [{"name": "f"}]})
+    assert isinstance(found, Conversation)
+    assert (found.messages[1]["content"], found.messages[1]["reasoning_content"]) == ("4", "why")
+    assert found.messages[3]["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]
+    assert found.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
 def test_text_parts_are_joined_and_null_keys_dropped() -> None:
     """Content in text parts equals the same content in one string, and a null key equals an absent one."""
     content = [{"type": "text", "text": "he"}, "ll", {"type": "input_text", "text": "o"}]
@@ -152,6 +170,26 @@ def user_says(content: Any) -> dict[str, Any]:
         ({"input_ids": [10**30], "loss_mask": [1]}, "bad token row: `input_ids` is no list of integers"),
         ({"input_ids": "12", "loss_mask": [1, 1]}, "bad token row: `input_ids` is no list of integers"),
         ({"rows": [4]}, "bad token row: `rows` is no list of objects with `input_ids` and `loss_mask`"),
+        (
+            {"system": "a", "system_prompt": "b", "messages": PLAIN},
+            "two system prompts: `system` and `system_prompt` differ",
+        ),
+        (
+            {"messages": [{**PLAIN[1], "reasoning": "a", "thinking": "b"}]},
+            "two readings of a message: message 1: `reasoning` and `thinking` differ",
+        ),
+        (
+            {"messages": [{**PLAIN[0], "value": "3+3?"}]},
+            "two readings of a message: message 1: `content` and `value` differ",
+        ),
+        (
+            {"messages": [{**PLAIN[0], "from": "gpt"}]},
+            "two readings of a message: message 1: `role` and `from` differ",
+        ),
+        (
+            {"messages": [{**PLAIN[1], "tool_calls": [{"name": "f"}], "function_call": {"name": "g"}}]},
+            "two readings of a message: message 1: calls stand in two places",
+        ),
         ({**chat("a", "b"), "tools": "{"}, "bad tools: `tools` is a string that is not JSON"),
         ({**chat("a", "b"), "tools": {"a": 1}}, "bad tools: `tools` is a JSON object; a list was wanted"),
         (

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from paceline.data.encoder import _cut, any_of
+from paceline.data.dialects import Conversation, Rejection
+from paceline.data.encoder import Encoder, _cut, any_of
+from tests.unit.data.conftest import toy
 
 LETTERS = st.text("ab<|>.", max_size=6)
 
@@ -35,3 +40,25 @@ def test_cut_texts_are_whole_again(texts: list[str], grow: bool) -> None:
         starts = [match.start() for match in pattern.finditer(text)]
         assert "".join(pieces) == text
         assert [sum(map(len, pieces[:i])) for i in range(1, len(pieces))] == [start for start in starts if start]
+
+
+def test_the_lengths_that_a_tokenizer_file_asks_for_are_not_kept() -> None:
+    """A file that was saved with truncation or padding would cut rows in silence."""
+    tokenizer = toy()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=20)
+    (ids,) = Encoder(tokenizer, lambda _: False).encode([(["abcdef"], "")])[0]
+    assert bytes(ids.tolist()) == b"abcdef"
+
+
+def test_a_typed_control_token_is_rejected_where_texts_apart_are_other_texts() -> None:
+    """A tokenizer that begins every text with a space of its own would put one behind the template's header."""
+    vocabulary = {c: i for i, c in enumerate("\u2581ab2\n")} | {"<unk>": 5}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend), lambda _: False)
+    said = Conversation([{"role": "user", "content": "a <end> b"}])
+    with pytest.raises(Rejection, match="control token in a message: '<end>'; this tokenizer has no way"):
+        encoder.shield(said)
+    assert Encoder(toy(), lambda _: False).shield(Conversation([{"role": "user", "content": "a <|im_end|>"}]))[2]

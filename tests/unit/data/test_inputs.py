@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import os
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +84,19 @@ def write_saved_data_set(folder: Path) -> Path:
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(RECORDS).save_to_disk(str(folder / "saved"), num_shards=3)
     return folder / "saved"
+
+
+def write_one_shard(folder: Path) -> Path:
+    return write_table(pa.Table.from_pylist(RECORDS), folder / "a.arrow")
+
+
+def write_table(table: pa.Table, file: Path) -> Path:
+    if file.suffix == ".parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.ipc.new_file(str(file), table.schema) as writer:
+            writer.write_table(table)
+    return file
 
 
 def write_hub_folder(folder: Path) -> str:
@@ -194,10 +210,10 @@ def test_broken_json_is_an_error_that_names_the_line(content: bytes, what: str, 
 
 def test_an_endless_value_is_an_error_and_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quote that never ends is not searched to the end of a large file."""
-    monkeypatch.setattr(reading, "MAX_ELEMENT_BYTES", 10_000)
+    monkeypatch.setattr(reading, "MAX_ELEMENT_CHARACTERS", 10_000)
     monkeypatch.setattr(reading, "CHUNK_BYTES", 1000)
     file = write_lines(tmp_path / "a.json", b'[{"a": "' + b"x" * 100_000)
-    with pytest.raises(DataError, match="longer than 10000 bytes"):
+    with pytest.raises(DataError, match="longer than 10000 characters"):
         read(file)
 
 
@@ -235,6 +251,210 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
         (1, str(tmp_path / "sub" / "a.jsonl")),
     ]
     assert source.ignored == Counter({"unknown ending .md": 1, "empty": 1})
+
+
+@pytest.mark.parametrize("sub", [".", "sub", "sub/deep"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rows.arrow", "holds a data set that `paceline prepare` made: name what it was made from"),
+        ("regenerate.json", "holds answers of `paceline regenerate`: name it as an INPUT of its own"),
+    ],
+)
+def test_a_folder_with_an_output_in_it_is_an_error(sub: str, name: str, message: str, tmp_path: Path) -> None:
+    """What Paceline made is not read as if it were conversations, at any depth, nor left out without a word."""
+    write_lines(tmp_path / "a.jsonl", {"n": 1})
+    (tmp_path / sub).mkdir(parents=True, exist_ok=True)
+    write_lines(tmp_path / sub / name, {})
+    if (sub, name) == (".", "regenerate.json"):  # that is the INPUT of its own
+        write_lines(tmp_path / "answers.jsonl", {"n": 2})
+        assert [record.decode() for record in read(tmp_path)] == [{"n": 2}]
+        return
+    with pytest.raises(DataError, match=re.escape(f"input {tmp_path / sub} {message}")):
+        open_inputs([Input(str(tmp_path))])
+
+
+def test_caches_of_the_datasets_library_are_no_rows_of_a_data_set(tmp_path: Path) -> None:
+    """What `map` leaves beside a saved data set is passed over and counted; elsewhere such a file is read."""
+    folder = write_saved_data_set(tmp_path)
+    (shard, *_) = sorted(folder.glob("*.arrow"))
+    shutil.copy(shard, folder / "cache-0123abcd.arrow")
+    (source,) = open_inputs([Input(str(folder))])
+    assert len(list(read_records([source]))) == len(RECORDS)
+    assert source.ignored == Counter({"cache of the datasets library": 1})
+    (tmp_path / "other").mkdir()
+    shutil.copy(shard, tmp_path / "other" / "cache-0123abcd.arrow")
+    assert read(tmp_path / "other")
+
+
+def test_links_to_folders_are_followed_and_every_folder_is_read_once(tmp_path: Path) -> None:
+    """A linked folder belongs to its input; circles and second ways to a folder are counted."""
+    for folder in ("elsewhere", "in", "in/a"):
+        (tmp_path / folder).mkdir()
+        write_lines(tmp_path / folder / "x.jsonl", {"n": folder})
+    (tmp_path / "in" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "c").symlink_to(tmp_path / "in" / "a")
+    (tmp_path / "in" / "a" / "up").symlink_to("..")
+    (source,) = open_inputs([Input(str(tmp_path / "in"))])
+    records = list(read_records([source]))
+    assert [(record.decode()["n"], record.file) for record in records] == [
+        ("in", str(tmp_path / "in" / "x.jsonl")),
+        ("in/a", str(tmp_path / "in" / "a" / "x.jsonl")),
+        ("elsewhere", str(tmp_path / "in" / "b" / "x.jsonl")),
+    ]
+    assert source.ignored == Counter({"folder that is read under another name": 2})
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_an_error(ending: str, tmp_path: Path) -> None:
+    """A row could hold only one of them, and nobody would know which."""
+    table = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array([1])], names=["text", "text", "n"])
+    file = write_table(table, tmp_path / f"a.{ending}")
+    with pytest.raises(DataError, match=rf"a.{ending} has 2 columns called 'text': rename them"):
+        read(file)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.parametrize(
+    ("column", "what"),
+    [
+        (pa.array([b"one", b"\xff", b"three"]).view(pa.string()), "can't decode byte 0xff"),
+        (pa.array([1, 253402300800 * 10**6, 3]).cast(pa.timestamp("us")), "out of range"),
+        (pa.array([1, 10**8, 3], pa.int32()).cast(pa.date32()), "out of range"),
+    ],
+)
+def test_a_row_that_python_cannot_hold_is_rejected_alone(
+    column: pa.Array, what: str, ending: str, tmp_path: Path
+) -> None:
+    """Rows before and behind it are read, and the column is named."""
+    file = write_table(pa.table({"n": [1, 2, 3], "odd": column}), tmp_path / f"a.{ending}")
+    first, second, third = read(file)
+    assert [(record.decode()["n"], record.number) for record in (first, third)] == [(1, 1), (3, 3)]
+    with pytest.raises(Rejection, match=f"^unreadable row: column odd: .*{what}") as caught:
+        second.decode()
+    assert (caught.value.kind, second.number, second.text) == ("unreadable row", 2, "")
+
+
+@pytest.mark.parametrize("write", [write_json_lines, write_array, write_parquet, write_one_shard])
+def test_names_that_are_no_utf8_are_shown_as_text_that_is(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Such a file is read; records, provenance and counts can be written down as UTF-8, and tell two names apart."""
+    file = write(tmp_path)
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xfe"))
+    folder.mkdir()
+    for byte in (b"\xfc", b"\xff"):
+        shutil.copy(file, folder / f"{os.fsdecode(byte)}{file.suffix}")
+    (folder / os.fsdecode(b"a.\xff")).touch()
+    (source,) = open_inputs([parse_input(f"{folder},license={os.fsdecode(bytes([255]))}")])
+    shown = f"{tmp_path}/\\xfe"
+    names = {record.file for record in read_records([source])}
+    assert names == {rf"{shown}/\xfc{file.suffix}", rf"{shown}/\xff{file.suffix}"}
+    assert source.ignored == Counter({r"unknown ending .\xff": 1})
+    assert source.provenance["path"] == shown
+    json.dumps([source.provenance, source.ignored], ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("name", [b"none\xff", b"empty\xff", b"broken\xff.json", b"torn\xff.parquet", b"folder\xff"])
+def test_messages_about_names_that_are_no_utf8_are_utf8(name: bytes, tmp_path: Path) -> None:
+    """A message can be written to any file or terminal."""
+    write_lines(tmp_path / os.fsdecode(b"broken\xff.json"), b"[{")
+    write_lines(tmp_path / os.fsdecode(b"torn\xff.parquet"), b"PAR1PAR1")
+    (tmp_path / os.fsdecode(b"empty\xff")).touch()
+    (tmp_path / os.fsdecode(b"folder\xff")).mkdir()
+    with pytest.raises(DataError, match=r"\\xff") as caught:
+        read(f"{tmp_path}/{os.fsdecode(name)}")
+    str(caught.value).encode()
+    with pytest.raises(DataError, match=r"\\xff.*unknown option") as caught:
+        parse_input(f"{os.fsdecode(name)},foo=1")
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_a_pipe_is_refused_before_anything_is_read(in_folder: bool, tmp_path: Path) -> None:
+    """Opening a pipe waits for its writer, and what was read of it once could not be read again."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="pipe.jsonl is no regular file: write it to a file first"):
+        open_inputs([Input(str(tmp_path if in_folder else tmp_path / "pipe.jsonl"))])
+    with pytest.raises(DataError, match="/dev/null is no regular file"):
+        open_inputs([Input("/dev/null")])
+
+
+def test_rows_of_many_megabytes_are_read(tmp_path: Path) -> None:
+    """An answer of `regenerate` may hold a long conversation and its token ids."""
+    file = write_lines(tmp_path / "a.jsonl", {"text": "x" * (30 << 20)})
+    (record,) = read(file)
+    assert len(record.decode()["text"]) == 30 << 20
+
+
+def test_a_digest_tells_whether_an_input_is_what_it_was(tmp_path: Path) -> None:
+    """It hangs on the names below the input, sizes and beginnings of its files, and not on where the input lies."""
+
+    def facts(path: Path) -> tuple[int, str]:
+        (source,) = open_inputs([Input(str(path))])
+        return source.provenance["bytes"], source.provenance["digest"]
+
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", {"n": 1})
+    write_lines(folder / "sub" / "b.jsonl", {"n": 22})
+    first = facts(folder)
+    assert first == (sum(file.stat().st_size for file in folder.rglob("*.jsonl")), first[1])
+    assert re.fullmatch("[0-9a-f]{16}", first[1])
+    assert facts(shutil.copytree(folder, tmp_path / "copy")) == first
+    write_lines(folder / "a.jsonl", {"n": 2})
+    second = facts(folder)
+    assert second[0] == first[0] and second[1] != first[1]
+    (folder / "sub" / "b.jsonl").rename(folder / "sub" / "c.jsonl")
+    assert facts(folder)[1] != second[1]
+    alone = facts(folder / "a.jsonl")
+    with (folder / "a.jsonl").open("ab") as file:
+        file.write(b" " * (2 << 20))
+    longer = facts(folder / "a.jsonl")
+    os.truncate(folder / "a.jsonl", longer[0] - 1)
+    assert len({alone, longer, facts(folder / "a.jsonl")}) == 3
+
+
+def test_a_folder_of_answers_has_a_digest_of_them(tmp_path: Path) -> None:
+    """Other answers under the same description are another input."""
+    write_lines(tmp_path / "regenerate.json", {"engine": "stub"})
+    digests = set()
+    for n in (1, 2):
+        file = write_lines(tmp_path / "answers.jsonl", {"n": n})
+        (source,) = open_inputs([Input(str(tmp_path))])
+        assert source.provenance["regenerated"] == {"engine": "stub"}
+        assert (source.provenance["bytes"], source.provenance["files"]) == (file.stat().st_size, 1)
+        digests.add(source.provenance["digest"])
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("how", ["whole", "left early", "torn"])
+@pytest.mark.parametrize(
+    "write", [write_json_lines, write_array, write_gzip, write_zstd, write_parquet, write_one_shard]
+)
+def test_no_file_is_left_open(write: Callable[[Path], Path], how: str, tmp_path: Path) -> None:
+    """Whether a file was read to its end, left before, or broke, it is closed, while the error is still held too."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    file = write(tmp_path)
+    file = file.rename(folder / file.name)
+    if how == "torn":
+        os.truncate(file, file.stat().st_size // 2)
+    before = os.listdir("/proc/self/fd")
+    (source,) = open_inputs([Input(str(folder))])
+    gc.disable()
+    try:
+        chunks = source.chunks()
+        held: Any = next(chunks, None) if how == "left early" else None
+        if how == "left early":
+            chunks.close()  # type: ignore[attr-defined]  # it is a generator
+        else:
+            try:
+                held = list(chunks)
+            except DataError as error:
+                held = error
+        assert os.listdir("/proc/self/fd") == before
+        assert held
+    finally:
+        gc.enable()
 
 
 def test_inputs_that_are_missing_or_of_no_use_are_named_before_any_is_read(tmp_path: Path) -> None:

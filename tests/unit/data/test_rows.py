@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.data.chat import template_hash
 from paceline.data.dataset import Dataset, tokenizer_fingerprint
 from paceline.data.inputs import ANSWERS_FILE, REGENERATE_FILE, Input
 from paceline.data.prepare import PrepareSettings, prepare
@@ -132,6 +133,8 @@ def answers(tmp_path: Path) -> Path:
     write_lines(folder / "rejected.jsonl", {"file": "a.jsonl", "line": 8, "reason": "x", "text": "y"})
     description = {
         "tokenizer_fingerprint": tokenizer_fingerprint(toy()),
+        "template_hash": template_hash(toy()),
+        "sampling": {"thinking": None},
         "inputs": [{"path": "a.jsonl", "license": "cc-by-4.0"}],
     }
     write_lines(folder / REGENERATE_FILE, description)
@@ -150,11 +153,20 @@ def test_regenerated_answers_bring_their_ids_and_their_origin(
     assert part["source"]["regenerated"]["inputs"] == [{"path": "a.jsonl", "license": "cc-by-4.0"}]
 
 
-def test_answers_of_another_tokenizer_are_refused(answers: Path, run_prepare: RunPrepare) -> None:
-    """Ids of another tokenizer would be another text."""
-    write_lines(answers / REGENERATE_FILE, {"tokenizer_fingerprint": "0" * 64})
-    with pytest.raises(DataError, match="token ids of another tokenizer .tokenizer_fingerprint 000000000000"):
+def test_answers_that_were_made_otherwise_are_refused(answers: Path, run_prepare: RunPrepare) -> None:
+    """Ids of another tokenizer would be another text; another template or thinking mode asks the target otherwise."""
+    made = json.loads((answers / REGENERATE_FILE).read_text())
+    write_lines(answers / REGENERATE_FILE, {**made, "tokenizer_fingerprint": "0" * 64})
+    with pytest.raises(DataError, match=r"regenerated with another tokenizer_fingerprint \(000000000000, here "):
         run_prepare(answers)
+    write_lines(answers / REGENERATE_FILE, made)
+    with pytest.raises(DataError, match="regenerated with another template_hash"):
+        run_prepare(answers, template_name="chatml_generation")
+    with pytest.raises(
+        DataError, match=r"regenerated with another thinking \(None, here False\): give prepare the same"
+    ):
+        run_prepare(answers, thinking=False)
+    run_prepare(answers)
     write_lines(answers / REGENERATE_FILE, "no json")
     with pytest.raises(DataError, match="regenerate.json is damaged"):
         run_prepare(answers)

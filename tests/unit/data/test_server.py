@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from paceline.data.dialects import Rejection
+from paceline.data.encoder import Encoder
 from paceline.data.inputs import Input, open_inputs
 from paceline.data.regenerate import Answer, AnswerSettings, Counts, RecordStream, open_answers, regenerate
 from paceline.data.server import ServerTarget
+from paceline.data.templates import is_reasoning_mark
 from paceline.errors import ConfigError, ServerError
 from tests.fake_server import END, FakeServer, Reply, running
 from tests.unit.data.conftest import toy
@@ -58,7 +60,9 @@ def answer_file(server: FakeServer, source: Path, out: Path, **options: Any) -> 
         async with client(server, **options) as target:
             with open_answers(out, {"engine": "server"}) as folder:
                 stream = RecordStream(open_inputs([Input(str(source))]), folder.done)
-                await regenerate(stream, target, folder, on_cut="drop", concurrency=options.get("concurrency", 8))
+                concurrency = options.get("concurrency", 8)
+                control = Encoder(toy(), is_reasoning_mark).typed_control
+                await regenerate(stream, target, folder, on_cut="drop", concurrency=concurrency, typed_control=control)
                 return folder.counts
 
     return asyncio.run(work())
@@ -96,6 +100,14 @@ def test_sampling_thinking_and_tools_are_passed_on(server: FakeServer) -> None:
     assert first["seed"] == second["seed"]
     ask(server, settings=AnswerSettings(temperature=0.7, seed=4))
     assert server.requests[2]["seed"] != first["seed"]
+
+
+def test_seeds_fit_into_31_bits(server: FakeServer, tmp_path: Path) -> None:
+    """Some servers hold them in a signed integer."""
+    source = write_questions(tmp_path / "in.jsonl", *(f"q{i}" for i in range(40)))
+    answer_file(server, source, tmp_path / "out", settings=AnswerSettings(temperature=0.7, max_new_tokens=50))
+    seeds = [body["seed"] for body in server.requests]
+    assert len(set(seeds)) == 40 and all(type(seed) is int and 0 <= seed < 2**31 for seed in seeds)
 
 
 def test_cut_reasoning_and_tool_calls(server: FakeServer) -> None:
@@ -181,6 +193,105 @@ def test_a_server_that_refuses_everything_ends_the_run(
     with pytest.raises(ServerError, match=message):
         answer_file(server, write_questions(tmp_path / "in.jsonl", "a", "b", "c"), tmp_path / "out", retries=1)
     assert done_lines(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("unknown", [set(), {"return_token_ids"}])
+def test_a_server_that_fails_after_its_first_answers_rejects_no_row(
+    server: FakeServer, tmp_path: Path, unknown: set[str]
+) -> None:
+    """HTTP 500 to everything is its fault, also to what is sent again without the fields that it does not know."""
+    num_answered = 0
+
+    def reply(body: dict[str, Any], times: int) -> Reply:
+        nonlocal num_answered
+        num_answered += 1
+        return Reply() if num_answered == 1 else Reply(500, "out of memory")
+
+    server.reply, server.unknown_fields = reply, unknown
+    server.refusal_delay_s = lambda body: 0.0 if "q0" in body["messages"][-1]["content"] else 0.2
+    source, out = write_questions(tmp_path / "in.jsonl", *(f"q{i}" for i in range(6))), tmp_path / "out"
+    with pytest.raises(ServerError, match="stopped answering, first for .*: HTTP 500: out of memory"):
+        answer_file(server, source, out, retries=1, concurrency=3)
+    assert len(done_lines(out)) == 1 and (out / "rejected.jsonl").read_text() == ""
+
+
+def test_refusals_that_come_late_are_no_fault_of_their_rows(server: FakeServer, tmp_path: Path) -> None:
+    """Six requests are refused for the fields in them, five after the first was answered without: all are answered."""
+    server.unknown_fields = {"return_token_ids"}
+    server.refusal_delay_s = lambda body: 0.1 * int(body["messages"][-1]["content"][1:])
+    server.reply = lambda body, times: Reply(400, "bad row") if body["messages"][-1]["content"] == "q7" else Reply()
+    source = write_questions(tmp_path / "in.jsonl", *(f"q{i}" for i in range(8)))
+    counts = answer_file(server, source, tmp_path / "out", concurrency=6)
+    assert (counts.num_kept, dict(counts.rejected)) == (7, {"the server refuses it": 1})
+    assert "HTTP 400: bad row" in (tmp_path / "out" / "rejected.jsonl").read_text()
+
+
+def chat_answer(choice: dict[str, Any], **more: Any) -> bytes:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "a"}, **choice}
+    return json.dumps({"id": "x", "object": "chat.completion", "choices": [choice], **more}).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>hello\nworld</html>",
+        b"[]",
+        b"null",
+        b'{"choices',
+        b"\xff\xfe",
+        b"{}",
+        b'{"choices": "abc"}',
+        b'{"choices": {"a": 1}}',
+        b'{"choices": []}',
+        b'{"choices": [1]}',
+        b'{"choices": [{}]}',
+        b'{"choices": [{"message": "abc", "finish_reason": "stop"}]}',
+        chat_answer({"message": {"content": [1]}}),
+        chat_answer({"message": {"content": "a", "reasoning": {"b": 1}}}),
+        chat_answer({"message": {"content": "a", "tool_calls": "abc"}}),
+        chat_answer({"message": {"content": "a", "tool_calls": ["abc"]}}),
+        chat_answer({"token_ids": ["5"]}, prompt_token_ids=[1]),
+        chat_answer({"token_ids": [5]}, prompt_token_ids=[1.5]),
+        chat_answer({"token_ids": 5}, prompt_token_ids=[1]),
+        chat_answer({"token_ids": [True]}, prompt_token_ids=[1]),
+        chat_answer({"token_ids": [5]}, prompt_token_ids="abc"),
+    ],
+)
+def test_what_is_no_answer_ends_the_run_in_one_line(server: FakeServer, body: bytes) -> None:
+    """Whatever comes in place of an answer."""
+    server.reply = lambda request, times: Reply(raw=body)
+    with pytest.raises(ServerError, match="is it an OpenAI-compatible server") as caught:
+        ask(server)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("usage", ["abc", {"prompt_tokens": "5", "completion_tokens": None}, None])
+def test_odd_counts_are_taken_for_none(server: FakeServer, usage: Any) -> None:
+    """An answer counts without the server's counts."""
+    server.reply = lambda request, times: Reply(raw=chat_answer({}, usage=usage))
+    answer, _ = ask(server)
+    assert (answer.message["content"], answer.num_tokens) == ("a", 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>\n</html>",
+        b"[]",
+        b"null",
+        b'{"data',
+        b'{"data": "abc"}',
+        b'{"data": [1]}',
+        b'{"data": [{"id": 5}]}',
+        b'{"data": [{"id": ["a"]}]}',
+    ],
+)
+def test_what_is_no_list_of_models_is_said_in_one_line(server: FakeServer, body: bytes) -> None:
+    """Before anything is asked."""
+    server.models_body = body
+    with pytest.raises(ServerError, match="sent no list of models: is it an OpenAI-compatible server") as caught:
+        ask(server)
+    assert "\n" not in str(caught.value) and not server.requests
 
 
 def test_a_server_that_dies_loses_and_repeats_no_row(tmp_path: Path) -> None:

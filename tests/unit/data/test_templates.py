@@ -328,13 +328,13 @@ def test_an_answer_without_the_reasoning_that_the_prompt_opens_is_rejected() -> 
 
 
 def test_reasoning_content_that_the_template_does_not_know_is_rejected() -> None:
-    """Its place in what the target says is not known, unless the template has no room for reasoning at all."""
+    """Its place in what the target says is not known, and an answer without it is not the one that was given."""
     talk = conversation(("user", "q"), answer("words", reasoning_content="why"))
-    assert rejection(chat_tokenizer("reasoning_opened"), talk) == (
-        "template drops the reasoning: assistant turn 1: `reasoning_content` is not rendered; give it in the content, "
-        "between the target's own marks"
-    )
-    assert said(chat_tokenizer("chatml_plain").rows(talk)) == [["words<|im_end|>"]]
+    for name in ("reasoning_opened", "chatml_plain"):
+        assert rejection(chat_tokenizer(name), talk) == (
+            "template drops the reasoning: assistant turn 1: `reasoning_content` is not rendered; give it in the "
+            "content, between the target's own marks, or leave it out if the target does not reason"
+        )
 
 
 def test_reasoning_after_a_prompt_that_skips_it_is_rejected() -> None:
@@ -509,3 +509,9 @@ def test_both_names_of_the_thinking_mode_are_passed(thinking: bool | None) -> No
     (row,) = ChatTokenizer(loaded, thinking).rows(conversation(("user", "q"), answer("a")))
     word = "-" if thinking is None else str(thinking)
     assert decode(row.input_ids) == f"{word}{word}userq<|im_end|>assistanta<|im_end|>"
+
+
+def test_a_conversation_of_thousands_of_turns_is_rejected_before_it_is_rendered() -> None:
+    """Every turn renders all before it: time and memory would grow with the square of the turns."""
+    turns = [("user", "question"), answer("words")] * 4000
+    assert rejection(chat_tokenizer("chatml_plain"), conversation(*turns)).startswith("too many turns: 4000 of ")

@@ -18,6 +18,7 @@ from paceline.data.dataset import INFO_FILE, Dataset, DatasetWriter, Rows
 from paceline.data.prepare import PrepareSettings, prepare
 from paceline.errors import ConfigError, DataError
 from paceline.models.loading import load_tokenizer, read_shape
+from paceline.plan import memory
 from paceline.plan.memory import GIB, memory_plan
 from paceline.plan.resolve import ResolvedRun, choose_mask_token, resolve, resolve_device
 from tests.toy import ASSETS, Toy
@@ -211,6 +212,17 @@ def test_the_memory_plan_counts_what_is_there(toy: Toy) -> None:
     assert plan.target_bytes == 4 * layers
     assert plan.cache_bytes == GIB // 2
     assert plan.total_bytes == sum(dataclasses.asdict(plan).values())
+
+
+def test_scores_that_are_made_again_are_not_counted(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention never keeps more scores than its limit, however long a row is."""
+    resolved, shape = resolve_config(toy.config(Path("run")))
+    before = memory_plan(resolved, shape).activation_bytes
+    monkeypatch.setattr(memory, "MAX_KEPT_SCORES", 100)
+    rows = resolved.num_anchors * resolved.draft.block_size
+    scores = rows * resolved.draft.num_attention_heads * (resolved.longest_row + resolved.draft.block_size)
+    saved = resolved.draft.num_hidden_layers * (scores - 100) * 8  # float32: the softmax and its copy
+    assert before - memory_plan(resolved, shape).activation_bytes == saved > 0
 
 
 def test_devices() -> None:
