@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -66,6 +67,14 @@ def remove_leftovers(place: Path) -> None:
         pid = path.name.removeprefix(prefix)
         if path.name.startswith(prefix) and pid.isdecimal() and (int(pid) == os.getpid() or not is_running(int(pid))):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def writer_of(place: Path) -> int | None:
+    """Another process that is writing a folder which will take this place; None if there is none."""
+    prefix = f".{place.name}{_PARTIAL}"
+    pids = [path.name.removeprefix(prefix) for path in place.parent.glob(f"{glob.escape(prefix)}*")]
+    others = [int(pid) for pid in pids if pid.isdecimal() and int(pid) != os.getpid()]
+    return next((pid for pid in others if is_running(pid)), None)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from paceline.control.signals import Interrupts
 from paceline.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -65,8 +68,15 @@ def prepare(
         thinking=None if thinking is None else thinking == "on",
         workers=workers,
     )
-    with _progress_bar() as on_progress:
-        info, report = run_prepare([parse_input(text) for text in inputs], out, settings, on_progress)
+    parsed = [parse_input(text) for text in inputs]
+    with Interrupts() as interrupts:
+        try:
+            with _progress_bar() as on_progress:
+                info, report = run_prepare(parsed, out, settings, on_progress)
+        except KeyboardInterrupt:
+            number = interrupts.number or signal.SIGINT
+            print(printable(f"{number.name}: nothing was published, {out} is as it was"), file=sys.stderr)
+            sys.exit(128 + number)
     if as_json:
         print(json.dumps({"out": str(out), "dataset": info.model_dump(), "report": asdict(report)}))
     else:
@@ -76,9 +86,12 @@ def prepare(
 def parse_share(text: str) -> float:
     """Share written as ``5%`` or ``0.05``. Raises: ConfigError if it is neither."""
     try:
-        return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
     except ValueError as error:
         raise ConfigError(f"--max-rejected {text} is not a share: write 5% or 0.05") from error
+    if share >= 1 and not text.endswith("%"):
+        raise ConfigError(f"--max-rejected {text} may mean {text}% or {share:.0%}: write it in percent")
+    return share
 
 
 def summary(out: Path, info: DatasetInfo, report: Report) -> list[str]:

@@ -48,6 +48,34 @@ class StopRequest:
         _say(f"\n{name}: saving the last complete step; once more ends at once\n")
 
 
+class Interrupts:
+    """While entered, SIGINT and SIGTERM raise KeyboardInterrupt, for work that is undone; a second one ends at once.
+
+    Attributes:
+        number: The signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in StopRequest.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.number is None:  # else the process is about to end, and a second signal may still come
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.number is not None:
+            os._exit(128 + number)
+        self.number = signal.Signals(number)
+        raise KeyboardInterrupt
+
+
 def _say(text: str) -> None:
     """Write to stderr, if anybody still reads it: Ctrl-C kills `| tee` as well, and terminals close."""
     with contextlib.suppress(OSError):

@@ -291,6 +291,8 @@ def read_info(folder: Path) -> DatasetInfo:
 
     Raises: DataError if the folder is missing or no data set, or the file is damaged or of another format.
     """
+    if folder.is_file():
+        raise DataError(f"{folder} is a file, and a data set is a folder; make one with `paceline prepare {folder}`")
     if not folder.is_dir():
         raise DataError(f"data set {folder} does not exist; make it with `paceline prepare INPUT --out {folder}`")
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,9 @@ ANSWER_KEYS = {
 IGNORED_LABEL = -100
 """Label of a token without loss, by the convention of PyTorch's cross-entropy."""
 
-MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
+MEDIA_KEY = re.compile(r"(image|audio|video)s?(_.*)?")
+"""Keys under which records, messages and parts hold what is no text."""
+
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -142,7 +145,7 @@ def parse(record: Mapping[str, Any]) -> Conversation | Document | TokenRows:
     """What a record holds. Raises: Rejection saying what is wrong with it."""
     if _has(record, "rows") or _has(record, "input_ids"):
         return _token_rows(record)
-    if media := next((key for key in MEDIA_KEYS if record.get(key)), None):
+    if media := _media_key(record):
         raise Rejection("content is not text", f"the row has `{media}`")
     lists = [key for key in LIST_KEYS if _has(record, key)]
     if len(lists) > 1 and any(record[key] != record[lists[0]] for key in lists[1:]):
@@ -151,7 +154,10 @@ def parse(record: Mapping[str, Any]) -> Conversation | Document | TokenRows:
         messages = _message_list(record[lists[0]], lists[0])
         if not messages:
             raise Rejection("empty conversation")
-    elif question := next((key for key in ANSWER_KEYS if _has(record, key)), None):
+    elif questions := [key for key in ANSWER_KEYS if _has(record, key)]:
+        question = questions[0]
+        if len(questions) > 1:
+            raise Rejection("two questions", f"`{questions[0]}` and `{questions[1]}`")
         messages = _question_and_answer(record, question)
     elif _has(record, "text"):
         return _document(record["text"])
@@ -167,6 +173,15 @@ def parse(record: Mapping[str, Any]) -> Conversation | Document | TokenRows:
 
 def _has(record: Mapping[str, Any], key: str) -> bool:
     return record.get(key) is not None
+
+
+def _media_key(value: Mapping[str, Any]) -> str | None:
+    """The first key with an image, a sound or a film; columns of a table may be there without a value."""
+    for key, item in value.items():
+        filled = any(x is not None for x in item.values()) if isinstance(item, dict) else bool(item)
+        if filled and isinstance(key, str) and MEDIA_KEY.fullmatch(key):
+            return key
+    return None
 
 
 def _message_list(value: Any, key: str) -> list[Any]:
@@ -244,6 +259,8 @@ def _token_row(row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
             "bad token row", f"`input_ids` needs `loss_mask`; keys seen: {', '.join(sorted(map(str, row)))}"
         )
     ids = _integers(row["input_ids"], "input_ids")
+    if _has(row, "attention_mask") and not _integers(row["attention_mask"], "attention_mask").all():
+        raise Rejection("bad token row", "`attention_mask` says that it is padded: give rows without padding")
     if not len(ids):
         raise Rejection("empty conversation", "`input_ids` is empty")
     if _has(row, "loss_mask"):
@@ -292,7 +309,7 @@ def _clean_message(number: int, message: Any) -> dict[str, Any]:
     if name not in ROLE_NAMES:
         raise Rejection("unknown role", f"message {number} has {name!r}; known: {', '.join(sorted(ROLE_NAMES))}")
     cleaned["role"] = ROLE_NAMES[name]
-    if media := next((key for key in MEDIA_KEYS if cleaned.get(key)), None):
+    if media := _media_key(cleaned):
         raise Rejection("content is not text", f"message {number} has `{media}`")
     calls = [cleaned.pop("tool_calls", None)]
     if name == CALL_ROLE:
@@ -335,7 +352,8 @@ def _part_text(number: int, part: Any) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict):
-        kind = part.get("type", "text")
+        kind = part.get("type") or _media_key(part) or "text"
+        kind = (_media_key(part) or kind) if kind in TEXT_PARTS else kind
         if kind not in TEXT_PARTS:
             raise Rejection("content is not text", f"message {number} has a part of type {str(kind)!r}")
         if isinstance(part.get("text"), str):

@@ -80,6 +80,8 @@ def parse_input(text: str) -> Input:
 
     Raises: DataError if an option is unknown, given to a file that knows none, or has no sense.
     """
+    if not text.removeprefix(HUB_PREFIX).strip():
+        raise DataError(f"input {text!r} is empty: a file, a folder or {HUB_PREFIX}ORG/NAME was wanted")
     names = [f.name for f in fields(Input) if f.name != "path"]
     options: dict[str, str] = {}
     path = text
@@ -87,6 +89,8 @@ def parse_input(text: str) -> Input:
         path, name, value = match.groups()
         if name not in names:
             raise DataError(f"input {shown_path(text)}: unknown option {name}; known: {', '.join(names)}")
+        if name in options:
+            raise DataError(f"input {shown_path(text)}: {name} is given twice")
         options[name] = shown_path(value)
     weight = options.pop("weight", "1")
     try:

@@ -167,7 +167,10 @@ def _shown(token: Token) -> str:
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    try:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    except OverflowError as error:
+        raise DataError("the data set is damaged: it holds ids that no tokenizer has; prepare it again") from error
 
 
 # In a terminal, or where its output goes

@@ -43,10 +43,10 @@ from paceline.data.dataset import (
 )
 from paceline.data.inputs import Input, Source, open_inputs
 from paceline.data.packing import plan_epoch
-from paceline.data.reading import Chunk
+from paceline.data.reading import Chunk, shown_path
 from paceline.data.rows import Outcome, RowMaker
 from paceline.errors import ConfigError, DataError
-from paceline.files import staged_folder
+from paceline.files import staged_folder, writer_of
 
 WORKER_BYTES = 32 << 20
 """Input that earns one more worker process by default: starting one costs seconds."""
@@ -143,7 +143,7 @@ class Report:
         rejected: Those by kind of reason.
         dropped_turns: Turn rows left out of records that were kept, by kind of reason.
         num_left_out: Records that the weights of inputs left out.
-        kinds: Records by what they held: conversations, texts, token rows.
+        kinds: Kept records by what they held: conversations, texts, token rows.
         num_supervised_lost: Supervised tokens that the length policy cost.
         length_histogram: Rows by length: key k counts lengths in (k / 2, k], the first key from 1.
         fill: Mean share of a batch of `fill_tokens` that holds rows, measured on at most `FILL_ROWS` rows; None where
@@ -181,7 +181,7 @@ def prepare(
     sources = open_inputs([spec if isinstance(spec, Input) else Input(str(spec)) for spec in inputs])
     sizes = [source.num_bytes for source in sources]
     total_bytes = None if None in sizes else sum(filter(None, sizes))
-    out = out.resolve()
+    out = _check_output(out)
     tokenizer = load_tokenizer(settings.tokenizer, settings.template)
     _check_regenerated(sources, tokenizer, settings.thinking)
     stop_ids = find_stop_ids(tokenizer)
@@ -193,7 +193,6 @@ def prepare(
     else:
         results = _run_pool(work, weights, settings, stop_ids, workers)
     try:
-        _check_output(out)
         with staged_folder(out) as folder:
             with closing(_Recorder(folder, sources, settings)) as recorder, closing(results):
                 done = 0
@@ -261,15 +260,17 @@ class _Recorder:
     def finish(self) -> Report:
         """Close the files. Raises: DataError if no row was kept, or too large a share of the records was rejected."""
         num_lines = sum(report.num_lines for report in self._inputs)
+        num_used = num_lines - sum(report.num_left_out for report in self._inputs)
         num_rejected = self._rejected.total()
         max_rejected = self._settings.max_rejected
         if not self.writer.num_rows:
             left_out = sum(report.num_left_out for report in self._inputs)
             beside = f", {left_out} left out by weight" if left_out else ""
-            raise DataError(f"no usable rows remain: all {num_rejected} lines were rejected{beside}\n{self._explain()}")
-        if num_rejected > max_rejected * num_lines:
+            why = f"\n{self._explain()}" if num_rejected else ""
+            raise DataError(f"no usable rows remain: all {num_rejected} lines were rejected{beside}{why}")
+        if num_rejected > max_rejected * num_used:
             raise DataError(
-                f"{num_rejected} of {num_lines} lines ({num_rejected / num_lines:.1%}) were rejected, more "
+                f"{num_rejected} of {num_used} lines ({num_rejected / num_used:.1%}) were rejected, more "
                 f"than --max-rejected {max_rejected * 100:g}%; nothing was published\n{self._explain()}\n"
                 "If the rest is what you want, raise the limit, for example --max-rejected 100%."
             )
@@ -352,7 +353,12 @@ def _run_pool(
         while True:
             for source, chunk in islice(left, workers * CHUNKS_PER_WORKER - len(waiting)):
                 task = _Task(source, chunk.file, chunk.num_bytes)
-                waiting.append((task, executor.submit(_work, chunk, weights[source])))
+                # Workers start with SIGINT blocked: a terminal sends it to them as well, and the parent decides.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    waiting.append((task, executor.submit(_work, chunk, weights[source])))
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if not waiting:
                 return
             task, future = waiting.popleft()
@@ -361,6 +367,10 @@ def _run_pool(
         raise DataError(
             "a worker process ended without a word, probably for want of memory: use fewer --workers"
         ) from error
+    except BaseException:  # an error, an interrupt, the end of whoever asked: no chunk may hold that up
+        for process in list((executor._processes or {}).values()):
+            process.terminate()
+        raise
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -371,7 +381,6 @@ _worker_maker: RowMaker | None = None
 
 def _start_worker(settings: PrepareSettings, stop_ids: list[int]) -> None:
     global _worker_maker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker a core already
     _worker_maker = _row_maker(load_tokenizer(settings.tokenizer, settings.template), settings, stop_ids)
@@ -466,10 +475,25 @@ def _write_info(
     (folder / INFO_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def _check_output(out: Path) -> None:
-    """Raises: DataError if something other than a data set of ours is where the new one should go."""
+def _check_output(out: Path) -> Path:
+    """The folder to make, with links resolved.
+
+    Raises: DataError if it cannot be one, if something other than a data set of ours is there, or if another process
+        is making it.
+    """
+    try:
+        out = out.resolve()
+        str(out).encode()
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # links in a circle, a name that is no text
+        raise DataError(f"output {shown_path(out)} cannot be a folder: choose another --out") from error
+    if out == Path.cwd() or out in Path.cwd().parents:
+        raise DataError(f"output {out} is the folder that you are in: choose another --out")
+    if os.path.ismount(out):
+        raise DataError(f"output {out} is a mount point, which cannot be replaced: choose a folder in it as --out")
+    if other := writer_of(out):
+        raise DataError(f"output {out} is being made by process {other}: wait for it, or choose another --out")
     if not out.exists():
-        return
+        return out
     if not out.is_dir():
         raise DataError(f"output {out} exists and is no folder: choose another --out")
     found = {path.name for path in out.iterdir()}
@@ -477,3 +501,4 @@ def _check_output(out: Path) -> None:
     if found and (foreign or INFO_FILE not in found):
         what = f"holds {sorted(foreign)[0]}" if foreign else f"has no {INFO_FILE}"
         raise DataError(f"output {out} exists and is not only a data set (it {what}): choose another --out")
+    return out

@@ -46,6 +46,8 @@ UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
 """What PyArrow raises for a value that Python cannot hold: a string that is no UTF-8, a time after the year 9999, a
 time zone that does not exist."""
 
+TAR_MARK_AT = 257
+
 BLANKS = re.compile(r"[ \t\r\n]*")
 DECODER = json.JSONDecoder()
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -227,6 +229,8 @@ def table_chunk(file: str, number: int, batch: pa.RecordBatch, num_bytes: int) -
 
 def _text_chunks(path: Path, head: bytes) -> Generator[Chunk]:
     with path.open("rb") as raw, _decompressed(raw, head) as file:
+        if file.peek(512)[TAR_MARK_AT:].startswith(b"ustar"):
+            raise DataError(f"input {shown_path(path)} is a tar archive: unpack it and name the folder")
         read = (
             _lines
             if uncompressed_name(path.name).endswith((".jsonl", ".ndjson")) or not _is_json(file)

@@ -28,7 +28,7 @@ class Outcome:
         rows: What is kept, in order.
         num_records: Records in all.
         num_left_out: Records that the input's weight left out.
-        kinds: Records that were read, by what they held.
+        kinds: Records that were kept, by what they held.
         rejected: Records of which nothing was kept, by kind of reason.
         dropped_turns: Turn rows left out of records that were kept, by kind of reason.
         listed: One JSON line for every rejection: file, line, reason, text.
@@ -81,7 +81,7 @@ class RowMaker:
             except Rejection as rejection:
                 rejections.append(rejection)
             kept += [(row.input_ids, row.loss_mask, record.number, content_hash) for row in rows] * copies
-            outcome.kinds[KINDS[type(content)]] += 1
+            outcome.kinds[KINDS[type(content)]] += bool(rows)
             _reject(outcome, record, rejections, whole=not rows)
         outcome.rows = Rows.join(kept)
         return outcome
@@ -114,6 +114,8 @@ class RowMaker:
                 raise Rejection(
                     "bad token row", f"id {seen} is outside the tokenizer's 0 to {self._chat.vocab_size - 1}"
                 )
+            mask = mask.copy()
+            mask[0] = False  # nothing precedes it
             rows.append(TokenRow(ids.astype(np.int32), mask, turn))
         return rows
 

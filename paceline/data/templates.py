@@ -14,10 +14,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from paceline.data.dialects import REASONING_KEYS, Rejection
 from paceline.data.encoder import GUARDS
+from paceline.errors import DataError
 
 PROBE = "paceline"
 """Answer of the conversations by which a template is studied."""
@@ -256,6 +258,8 @@ class Template:
         options = {**self._options, **options}
         try:
             rendered: Any = self._tokenizer.apply_chat_template(conversations, tools=tools, tokenize=False, **options)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"the chat template is broken in line {error.lineno}: {error}") from error
         except Exception as error:  # a template is a foreign program: it may fail in any way
             message = str(error).strip() or type(error).__name__
             raise Rejection(REFUSED, message.splitlines()[0]) from error

@@ -66,6 +66,13 @@ def test_shares_are_written_in_percent_or_plain(text: str, share: float) -> None
     assert commands.parse_share(text) == pytest.approx(share)
 
 
+@pytest.mark.parametrize("text", ["1", "5"])
+def test_a_share_that_may_be_percent_is_refused(text: str) -> None:
+    """`1` may mean 1 % or everything."""
+    with pytest.raises(ConfigError, match=f"--max-rejected {text} may mean {text}% or {text}00%: write it in percent"):
+        commands.parse_share(text)
+
+
 def test_a_share_that_is_none_is_refused() -> None:
     """Anything else is named with an example."""
     with pytest.raises(ConfigError, match="--max-rejected many is not a share: write 5% or 0.05"):

@@ -34,6 +34,7 @@ def turns(names: tuple[str, str], keys: tuple[str, str]) -> list[dict[str, str]]
         {"instruction": "2+2?", "input": "", "output": "4"},
         {"question": "2+2?", "answer": "4", "text": "2+2? 4"},
         {"system": "", "prompt": "2+2?", "response": "4", "response_model": None},
+        {"messages": PLAIN, "image": {"bytes": None, "path": None}, "videos": []},
     ],
 )
 def test_dialects_of_one_exchange_give_one_conversation(record: dict[str, Any]) -> None:
@@ -154,6 +155,17 @@ def user_says(content: Any) -> dict[str, Any]:
         (user_says([{"type": "image", "url": "x"}]), "content is not text: message 1 has a part of type 'image'"),
         (user_says([{"type": "input_audio"}]), "content is not text: message 1 has a part of type 'input_audio'"),
         (user_says([{"type": "text"}]), "content is not text: message 1 has a part without text"),
+        (user_says([{"text": "q", "image": "x.png"}]), "content is not text: message 1 has a part of type 'image'"),
+        (
+            user_says([{"type": "text", "text": "q", "image_url": "x"}]),
+            "content is not text: message 1 has a part of type 'image_url'",
+        ),
+        ({**user_says("q"), "image_path": "a.png"}, "content is not text: the row has `image_path`"),
+        ({"instruction": "a", "prompt": "b", "response": "c"}, "two questions: `prompt` and `instruction`"),
+        (
+            {"input_ids": [1, 0], "loss_mask": [1, 0], "attention_mask": [1, 0]},
+            "bad token row: `attention_mask` says that it is padded: give rows without padding",
+        ),
         ({**user_says("<image>"), "image": "a.png"}, "content is not text: the row has `image`"),
         ({"messages": [{**PLAIN[0], "images": ["a.png"]}]}, "content is not text: message 1 has `images`"),
         ({"messages": [{**PLAIN[1], "thinking": {}}]}, "content is not text: message 1: `thinking` is a JSON object"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -224,6 +225,45 @@ def test_a_killed_run_leaves_the_old_data_set_and_no_processes(tmp_path: Path, r
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "large.jsonl", "out"]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "code"), [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT] * 2, 130)]
+)
+def test_an_interrupted_run_ends_at_once_and_says_what_became_of_it(
+    numbers: list[signal.Signals], code: int, tmp_path: Path, run_prepare: RunPrepare
+) -> None:
+    """Ctrl-C in a terminal goes to the workers as well, once or twice: no hang, no tracebacks, the old output."""
+    file = write_lines(tmp_path / "a.jsonl", chat("q", "first"))
+    run_prepare(file)
+    before = snapshot(tmp_path / "out")
+    endless = tmp_path / "endless.jinja"
+    endless.write_text(
+        template("chatml_plain").read_text() + "{% if messages[0]['content'] == 'q' %}{% for a in range(99999) %}"
+        "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    )
+    arguments = ["--tokenizer", TOY_TOKENIZER, "--template", endless, "--out", tmp_path / "out", "--workers", "2"]
+    command = [sys.executable, "-m", "paceline", "prepare", file, *arguments]
+    with subprocess.Popen(
+        [str(part) for part in command], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (workers := [p for p in children(process.pid) if b"spawn_main" in command_line(p)]):
+            assert time.monotonic() < deadline
+        for number in numbers:
+            os.killpg(process.pid, number)
+            time.sleep(0.05)
+        _, said = process.communicate(timeout=60)
+    while any(b"spawn_main" in command_line(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    # While Python closes down it has no handlers any more: a shell shows both as 130.
+    assert process.returncode in ([code] if len(numbers) == 1 else [code, -signal.SIGINT]), said
+    assert not any(b"spawn_main" in command_line(pid) for pid in workers)
+    assert "Traceback" not in said
+    if len(numbers) == 1:
+        assert f"{numbers[0].name}: nothing was published" in said
+        assert not [name for name in os.listdir(tmp_path) if "partial" in name]
+    assert snapshot(tmp_path / "out") == before
+
+
 def children(pid: int) -> set[int]:
     """Processes that a process started."""
     found = set()
@@ -246,17 +286,20 @@ def command_line(pid: int) -> bytes:
 
 
 def test_leftovers_of_killed_runs_are_cleared(tmp_path: Path, run_prepare: RunPrepare) -> None:
-    """A folder of a dead process goes, one of a live process stays, and a swap cut short is undone."""
+    """A folder of a dead process goes, one of a live process is respected, and a swap cut short is undone."""
     file = write_lines(tmp_path / "a.jsonl", chat("q", "first"))
     run_prepare(file)
     before = snapshot(tmp_path / "out")
     os.rename(tmp_path / "out", tmp_path / ".out.replaced")  # killed between the two renames
     for pid in ("4194305", str(os.getppid())):  # above the largest pid; alive
         (tmp_path / f".out.partial-{pid}").mkdir()
+    with pytest.raises(DataError, match=rf"out is being made by process {os.getppid()}: wait for it"):
+        run_prepare(file)
+    (tmp_path / f".out.partial-{os.getppid()}").rmdir()
     with pytest.raises(DataError, match="no usable rows"):
         run_prepare(write_lines(tmp_path / "bad.jsonl", "bad"))
     assert snapshot(tmp_path / "out") == before
-    assert sorted(os.listdir(tmp_path)) == [f".out.partial-{os.getppid()}", "a.jsonl", "bad.jsonl", "out"]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "bad.jsonl", "out"]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "rows.arrow"])

@@ -97,17 +97,17 @@ def test_texts_train_on_all_but_their_first_token(tmp_path: Path, run_prepare: R
     ids, mask = Dataset.open(tmp_path / "out").row(0)
     assert ids.tolist() == list(b"once upon")
     assert mask.tolist() == [False] + [True] * 8
-    assert report.kinds == {"texts": 2}
+    assert report.kinds == {"texts": 1}
     assert reasons_of(tmp_path / "out")[0].startswith("control token in a text: ")
 
 
 def test_token_rows_pass_as_they_are(tmp_path: Path, run_prepare: RunPrepare) -> None:
     """Ids and mask are kept; an id that the tokenizer does not know rejects the row."""
-    rows = [{"input_ids": [257, 5, 6, 266], "loss_mask": [0, 0, 1, 1]}]
+    rows = [{"input_ids": [257, 5, 6, 266], "loss_mask": [1, 0, 1, 1]}]
     rows += [{"input_ids": [5, bad], "loss_mask": [1, 1]} for bad in (267, -1)]
     _, report = run_prepare(write_lines(tmp_path / "a.jsonl", *rows))
     ids, mask = Dataset.open(tmp_path / "out").row(0)
-    assert (ids.tolist(), mask.int().tolist()) == (rows[0]["input_ids"], rows[0]["loss_mask"])
+    assert (ids.tolist(), mask.int().tolist()) == (rows[0]["input_ids"], [0, 0, 1, 1])  # nothing precedes the first
     assert reasons_of(tmp_path / "out") == [
         "bad token row: id 267 is outside the tokenizer's 0 to 266",
         "bad token row: id -1 is outside the tokenizer's 0 to 266",
