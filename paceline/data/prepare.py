@@ -15,10 +15,10 @@ import re
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import islice
@@ -353,12 +353,8 @@ def _run_pool(
         while True:
             for source, chunk in islice(left, workers * CHUNKS_PER_WORKER - len(waiting)):
                 task = _Task(source, chunk.file, chunk.num_bytes)
-                # Workers start with SIGINT blocked: a terminal sends it to them as well, and the parent decides.
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                try:
+                with _signals_wait():
                     waiting.append((task, executor.submit(_work, chunk, weights[source])))
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if not waiting:
                 return
             task, future = waiting.popleft()
@@ -373,6 +369,33 @@ def _run_pool(
         raise
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Put off SIGINT and SIGTERM while workers are started, which show a traceback when that breaks off half way.
+
+    The workers inherit SIGINT as blocked: a terminal sends it to them as well, and the parent decides.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def remember(number: int, _frame: Any) -> None:
+        came.append(number)
+
+    handlers = {number: signal.signal(number, remember) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 _worker_maker: RowMaker | None = None
