@@ -19,7 +19,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -374,6 +374,20 @@ class DatasetWriter:
     def fingerprint(self) -> str:
         """SHA-256 over the rows added; how they were shared out to calls of `add`, and their files, do not matter."""
         return hashlib.sha256(b"".join(running.digest() for running in self._hashes.values())).hexdigest()
+
+    def describe(self, **made_with: Any) -> DatasetInfo:
+        """What was written, and what it was made with: the other fields of `DatasetInfo`."""
+        return DatasetInfo(
+            format=FORMAT,
+            num_rows=self.num_rows,
+            num_conversations=self.num_conversations,
+            num_tokens=self.num_tokens,
+            num_supervised=self.num_supervised,
+            longest=self.longest,
+            fingerprint=self.fingerprint,
+            files=self.files,
+            **made_with,
+        )
 
     def close(self) -> None:
         """Write what is held, the file's footer and the counts of tokens."""

@@ -30,7 +30,6 @@ import numpy as np
 from paceline import __version__
 from paceline.data.chat import MIN_SUPERVISED, ChatTokenizer, find_stop_ids, load_tokenizer, template_hash
 from paceline.data.dataset import (
-    FORMAT,
     INFO_FILE,
     PLANS_DIR,
     REJECTED_FILE,
@@ -188,8 +187,9 @@ def prepare(
     workers = settings.workers or _default_workers(total_bytes)
     work = ((number, chunk) for number, source in enumerate(sources) for chunk in source.chunks())
     weights = [source.input.weight for source in sources]
+    make_rows = _row_maker(tokenizer, settings, stop_ids)  # here in any case: a broken template is an error at once
     if workers == 1:
-        results = _run_here(work, weights, _row_maker(tokenizer, settings, stop_ids))
+        results = _run_here(work, weights, make_rows)
     else:
         results = _run_pool(work, weights, settings, stop_ids, workers)
     try:
@@ -462,13 +462,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _describe(writer: DatasetWriter, tokenizer: Any, settings: PrepareSettings) -> DatasetInfo:
-    return DatasetInfo(
-        format=FORMAT,
-        num_rows=writer.num_rows,
-        num_conversations=writer.num_conversations,
-        num_tokens=writer.num_tokens,
-        num_supervised=writer.num_supervised,
-        longest=writer.longest,
+    return writer.describe(
         vocab_size=len(tokenizer),
         tokenizer=settings.tokenizer,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
@@ -476,8 +470,6 @@ def _describe(writer: DatasetWriter, tokenizer: Any, settings: PrepareSettings) 
         thinking=settings.thinking,
         max_length=settings.max_length,
         on_long=settings.on_long,
-        fingerprint=writer.fingerprint,
-        files=writer.files,
     )
 
 

@@ -6,18 +6,21 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.report.charts import histogram
 from paceline.report.page import (
     Html,
+    Record,
     columns,
     facts,
     figures,
     is_number,
+    items_of,
     join,
     number,
     page,
+    part_of,
     percent,
     section,
     table,
@@ -44,8 +47,6 @@ ABOUT_ROWS = """\
 A tile is a token, with its id on hover; tokens that make a character only together share one. The strip above a row is
 all of it, blue where it is supervised. Line breaks, tabs, runs of spaces, control and invisible characters are made
 visible."""
-
-Record = Mapping[str, Any]
 
 
 class Token(NamedTuple):
@@ -114,7 +115,7 @@ def dataset_page(
         rows: Those to show, in order.
         chosen: How they were chosen, a sentence.
     """
-    info = _part(record, "dataset")
+    info = part_of(record, "dataset")
     room = PAGE_BYTES // max(len(rows), 1)
     return page(
         f"Data set {name}",
@@ -126,18 +127,8 @@ def dataset_page(
     )
 
 
-def _part(record: Record, name: str) -> Record:
-    part = record.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
-def _items(record: Record, name: str) -> list[Any]:
-    items = record.get(name)
-    return items if isinstance(items, list) else []
-
-
 def _counts(record: Record, name: str) -> dict[str, float]:
-    return {str(kind): count for kind, count in _part(record, name).items() if is_number(count)}
+    return {str(kind): count for kind, count in part_of(record, name).items() if is_number(count)}
 
 
 def _ratio(part: object, whole: object) -> float | None:
@@ -187,8 +178,8 @@ def _distributions(info: Record, lengths: Distribution, shares: Distribution) ->
 
 
 def _origin(record: Record) -> list[Html]:
-    info, report = _part(record, "dataset"), _part(record, "report")
-    versions = _part(record, "versions")
+    info, report = part_of(record, "dataset"), part_of(record, "report")
+    versions = part_of(record, "versions")
     thinking, lost, fill = info.get("thinking"), report.get("num_supervised_lost"), report.get("fill")
     shown = {
         "Read": _records(report),
@@ -226,11 +217,11 @@ def _records(report: Record) -> str:
 
 def _inputs(record: Record) -> Html:
     """What each input gave, or their names alone where that is not known."""
-    inputs, all_tokens = _items(_part(record, "report"), "inputs"), _part(record, "dataset").get("num_tokens")
+    inputs, all_tokens = items_of(part_of(record, "report"), "inputs"), part_of(record, "dataset").get("num_tokens")
     rows: list[list[object]] = []
     for one in inputs:
         one = one if isinstance(one, Mapping) else {}
-        source = _part(one, "source")
+        source = part_of(one, "source")
         name = join([tag("span", source.get("path"), class_="line"), tag("small", ", ".join(_details(one, source)))])
         tokens = one.get("num_tokens")
         shown = [number(one.get("num_rows")), number(tokens), percent(_ratio(tokens, all_tokens))]
@@ -238,7 +229,7 @@ def _inputs(record: Record) -> Html:
         rows.append([tag("div", name, class_="path"), *shown, f"{weight:g}" if is_number(weight) else None])
         rows[-1].append(source.get("license"))
     if not rows:
-        names = _items(_part(record, "settings"), "inputs") or _items(_part(record, "dataset"), "files")
+        names = items_of(part_of(record, "settings"), "inputs") or items_of(part_of(record, "dataset"), "files")
         rows = [[tag("div", name, class_="path")] for name in names]
     more = len(rows) - NUM_INPUTS
     caption = f"The first {NUM_INPUTS} of {number(len(rows))} inputs" if more > 0 else ""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from paceline.report.charts import Series, bar_chart, line_chart, stacked_bar
 from paceline.report.page import (
     MISSING,
     Html,
+    Record,
     badge,
     bullets,
     code,
@@ -18,10 +18,12 @@ from paceline.report.page import (
     facts,
     figures,
     is_number,
+    items_of,
     join,
     note,
     number,
     page,
+    part_of,
     percent,
     quote,
     section,
@@ -77,8 +79,6 @@ RUN_FILE = """\
 target: {path: MODEL}
 data: {path: data}"""
 
-Record = Mapping[str, Any]
-
 
 def demo_page(record: Record, metrics: Sequence[Record], samples: Sequence[Record]) -> str:
     """The page as one HTML file; parts that were not measured are left out, or shown as missing.
@@ -102,20 +102,10 @@ def demo_page(record: Record, metrics: Sequence[Record], samples: Sequence[Recor
         section("Side by side", *_side_by_side(samples, record.get("lossless") is not False)),
         section("What training did", *_training(record, metrics)),
         section("Where the time went", *_time(record, metrics)),
-        section("What was calibrated", *_calibration(_part(record, "calibration"))),
+        section("What was calibrated", *_calibration(part_of(record, "calibration"))),
         section("How to read this", columns(_reading(record), _circumstances(record))),
         section("Your own model", code(NEXT_STEPS), code(RUN_FILE, is_shell=False)),
     )
-
-
-def _part(record: Record, name: str) -> Record:
-    part = record.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
-def _items(record: Record, name: str) -> list[Any]:
-    items = record.get(name)
-    return items if isinstance(items, list) else []
 
 
 def _text(record: Record, name: str, default: str = MISSING) -> str:
@@ -147,7 +137,7 @@ def _headline(record: Record) -> Html:
         same = f"{number(prompts - different)} of {number(prompts)}"
     if lossless is False:
         compared += ": not all"
-    minutes = _ratio(_part(record, "seconds").get("train"), 60)
+    minutes = _ratio(part_of(record, "seconds").get("train"), 60)
     return figures(
         (
             times(speedup),
@@ -172,14 +162,14 @@ def _warning(record: Record) -> Html:
             f"is a fault, and {_num(record, 'ties')} at a tie, where the target's two best tokens are equal within "
             "rounding."
         )
-    if _part(record, "unseen").get("lossless") is False:
+    if part_of(record, "unseen").get("lossless") is False:
         found.append(" Answers to unseen prompts differ.")
     headline = tag("strong", "Not lossless: not every drafted answer is the plain one.")
     return note(headline, *found, is_warning=True) if found else Html()
 
 
 def _speed(record: Record) -> list[Html]:
-    unseen = _part(record, "unseen")
+    unseen = part_of(record, "unseen")
     said = [_compared("held-out", record)]
     tables = [_speed_table(f"Held-out prompts: {HELD_OUT[bool(unseen)]}", record)]
     if unseen:
@@ -230,7 +220,7 @@ def _sample(place: int, sample: Record) -> Html:
     plain_s, drafted_s, num_tokens = sample.get("plain_s"), sample.get("speculative_s"), sample.get("num_tokens")
     tokens = [
         (_text(token, "text", ""), TILES.get(_text(token, "origin"), ""))
-        for token in _items(sample, "tokens")
+        for token in items_of(sample, "tokens")
         if isinstance(token, Mapping)
     ]
     speed = f"{times(_ratio(plain_s, drafted_s))} the speed"
@@ -276,7 +266,7 @@ def _training(record: Record, metrics: Sequence[Record]) -> list[Html]:
     if not held_out.points:
         lengths, told = [estimate], f"{told}; nothing was measured on held-out conversations"
     told_loss = "How surprised the drafter is by the target's own tokens"
-    positions = {str(j): share for j, share in enumerate(_items(record, "acceptance_per_position"), start=1)}
+    positions = {str(j): share for j, share in enumerate(items_of(record, "acceptance_per_position"), start=1)}
     told_position = "Of the guesses that were right so far, the share that is right here as well"
     return [
         columns(
@@ -288,7 +278,7 @@ def _training(record: Record, metrics: Sequence[Record]) -> list[Html]:
 
 
 def _time(record: Record, metrics: Sequence[Record]) -> list[Html]:
-    seconds = _part(record, "seconds")
+    seconds = part_of(record, "seconds")
     phases = {name: value for name, value in seconds.items() if name != "total"}
     decode_s = _ratio(record.get("generated_tokens"), record.get("speculative_tok_per_s"))
     draft, verify = record.get("draft_frac"), record.get("verify_frac")
@@ -311,7 +301,7 @@ def _training_time(record: Record, metrics: Sequence[Record]) -> Html:
     in_turn = record.get("layout") == "colocated"
     feature_name = "making features, in turn" if in_turn else "waiting for features (get)"
     parts = {"learning": max(0.0, steps - get_wait), feature_name: get_wait}
-    all_in_all = _part(record, "seconds").get("train")
+    all_in_all = part_of(record, "seconds").get("train")
     if is_number(all_in_all) and all_in_all > steps:
         parts["loading, measuring, saving"] = all_in_all - steps
     told = "" if in_turn else f"Meanwhile target threads waited {duration(put_wait)} for room in the queue (put)"
@@ -322,8 +312,8 @@ def _calibration(calibration: Record) -> list[Html]:
     if not calibration:
         return []
     block = calibration.get("block_size")
-    expected = {str(size): gain for size, gain in _part(calibration, "expected_speedup_by_block").items()}
-    costs = {int(n): cost for n, cost in _part(calibration, "verify_ms").items() if str(n).isdecimal()}
+    expected = {str(size): gain for size, gain in part_of(calibration, "expected_speedup_by_block").items()}
+    costs = {int(n): cost for n, cost in part_of(calibration, "verify_ms").items() if str(n).isdecimal()}
     told, block_ms = f"{number(costs.get(1), 1)} ms for one token", costs.get(int(block)) if is_number(block) else None
     if is_number(block_ms):
         told += f", {number(block_ms, 1)} ms for the {number(block)} of a block"
@@ -362,7 +352,7 @@ def _calibration(calibration: Record) -> list[Html]:
             _tried(calibration, "dtypes", "dtype", "A training step of the drafter; less is better"),
         ),
         facts(chosen),
-        bullets(*(remark for remark in _items(calibration, "notes") if isinstance(remark, str))),
+        bullets(*(remark for remark in items_of(calibration, "notes") if isinstance(remark, str))),
     ]
 
 
@@ -385,9 +375,9 @@ def _milliseconds(value: object) -> str:
 
 
 def _reading(record: Record) -> Html:
-    has_unseen = bool(_part(record, "unseen"))
+    has_unseen = bool(part_of(record, "unseen"))
     unseen = "Unseen prompts have templates and names that training never showed: how far the drafter carries."
-    limits = [_limit(name, results) for name, results in (("held-out", record), ("unseen", _part(record, "unseen")))]
+    limits = [_limit(name, results) for name, results in (("held-out", record), ("unseen", part_of(record, "unseen")))]
     return bullets(
         f"Held-out prompts: {HELD_OUT[has_unseen]}. They show a narrow service, not generality.",
         unseen if has_unseen else "No prompts of another kind than training's were decoded in this run.",
@@ -403,7 +393,7 @@ def _reading(record: Record) -> Html:
 
 def _limit(name: str, results: Record) -> str:
     """What bounds the drafter on a set: the tokens it can draft, and how often its first guess is right."""
-    limits, positions = _part(results, "limits"), _items(results, "acceptance_per_position")
+    limits, positions = part_of(results, "limits"), items_of(results, "acceptance_per_position")
     if not is_number(limits.get("draftable_frac")):
         return ""
     first = f" The first guess of a block is right {percent(positions[0])} of the time." if positions else ""
@@ -415,7 +405,7 @@ def _limit(name: str, results: Record) -> str:
 
 
 def _circumstances(record: Record) -> Html:
-    machine, versions = _part(record, "machine"), _part(record, "versions")
+    machine, versions = part_of(record, "machine"), part_of(record, "versions")
     return facts(
         {
             "Target": _text(record, "target"),

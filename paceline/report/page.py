@@ -13,7 +13,7 @@ import html
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from paceline.report.style import STYLE
 
@@ -75,6 +75,22 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 
 # Numbers
+
+
+Record = Mapping[str, Any]
+"""An object of a JSON file, of which nothing is known for certain."""
+
+
+def part_of(record: Record, name: str) -> Record:
+    """An object inside of a record; empty if there is none."""
+    part = record.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def items_of(record: Record, name: str) -> list[Any]:
+    """A list inside of a record; empty if there is none."""
+    items = record.get(name)
+    return items if isinstance(items, list) else []
 
 
 def is_number(value: object) -> TypeGuard[float]:

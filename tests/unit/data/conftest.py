@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from paceline.data.chat import ChatTokenizer, load_tokenizer
-from paceline.data.dataset import FORMAT, INFO_FILE, Dataset, DatasetInfo, DatasetWriter, Rows
+from paceline.data.dataset import INFO_FILE, Dataset, DatasetInfo, DatasetWriter, Rows
 from paceline.data.prepare import PrepareSettings, Report, prepare
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -68,13 +68,7 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
             conversation = i if conversations is None else conversations[i]
             writer.add(Rows.join([(ids, mask, i + 1, conversation)]), "file.jsonl")
         writer.close()
-        info = DatasetInfo(
-            format=FORMAT,
-            num_rows=writer.num_rows,
-            num_conversations=writer.num_conversations,
-            num_tokens=writer.num_tokens,
-            num_supervised=writer.num_supervised,
-            longest=writer.longest,
+        info = writer.describe(
             vocab_size=267,
             tokenizer="toy",
             tokenizer_fingerprint="",
@@ -82,8 +76,6 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
             thinking=None,
             max_length=3072,
             on_long="cut",
-            fingerprint=writer.fingerprint,
-            files=writer.files,
         )
         (folder / INFO_FILE).write_text(json.dumps({"dataset": info.model_dump()}), encoding="utf-8")
         return Dataset.open(folder)

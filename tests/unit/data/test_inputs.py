@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -568,3 +569,22 @@ def test_what_the_hub_says_of_a_data_set_is_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Api, "dataset_info", lambda *_, **__: 1 / 0)
     (source,) = open_inputs([parse_input("hf:org/name,revision=main,license=mit")])
     assert (source.provenance["revision"], source.provenance["license"]) == ("main", "mit")
+
+
+def test_a_tar_archive_is_no_file_of_lines(tmp_path: Path) -> None:
+    """Its header would hide the first conversation."""
+    file = write_lines(tmp_path / "a.jsonl", chat("q", "a"))
+    for name, mode in (("a.tar", "w"), ("a.tar.gz", "w:gz")):
+        with tarfile.open(tmp_path / name, mode) as archive:  # type: ignore[call-overload]  # the mode is a variable
+            archive.add(file, "a.jsonl")
+        with pytest.raises(DataError, match=f"{name} is a tar archive: unpack it"):
+            read(tmp_path / name)
+
+
+def test_an_empty_argument_is_not_this_folder() -> None:
+    """An unset variable of a shell reads nothing; an option that is given twice is not guessed."""
+    for text in ("", "hf:"):
+        with pytest.raises(DataError, match="is empty: a file, a folder or hf:ORG/NAME"):
+            parse_input(text)
+    with pytest.raises(DataError, match="weight is given twice"):
+        parse_input("a,weight=1,weight=2")

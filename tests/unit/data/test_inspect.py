@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from paceline.cli.inspect import inspect
-from paceline.data.dataset import FORMAT, INFO_FILE, Dataset, DatasetInfo, DatasetWriter, Rows, tokenizer_fingerprint
+from paceline.data.dataset import INFO_FILE, Dataset, DatasetWriter, Rows, tokenizer_fingerprint
 from paceline.data.inspect import (
     dataset_page,
     first_rows,
@@ -68,13 +68,7 @@ def write(folder: Path, tokenizer: PreTrainedTokenizerBase, *rows: Pieces, files
         ids, mask = (np.array(column) for column in encode(pieces, tokenizer))
         writer.add(Rows.join([(ids, mask, i + 1, i)]), files[i] if files else "a.jsonl")
     writer.close()
-    info = DatasetInfo(
-        format=FORMAT,
-        num_rows=writer.num_rows,
-        num_conversations=writer.num_conversations,
-        num_tokens=writer.num_tokens,
-        num_supervised=writer.num_supervised,
-        longest=writer.longest,
+    info = writer.describe(
         vocab_size=len(tokenizer),
         tokenizer="toy",
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
@@ -82,8 +76,6 @@ def write(folder: Path, tokenizer: PreTrainedTokenizerBase, *rows: Pieces, files
         thinking=None,
         max_length=3072,
         on_long="cut",
-        fingerprint=writer.fingerprint,
-        files=writer.files,
     )
     (folder / INFO_FILE).write_text(json.dumps({"dataset": info.model_dump()}), encoding="utf-8")
     tokenizer.save_pretrained(str(folder / "tokenizer"))

@@ -285,6 +285,34 @@ def command_line(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_broken_template_is_an_error_with_its_line(workers: int, tmp_path: Path) -> None:
+    """It is no fault of the data, and found before any worker starts."""
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for m in messages %}\n{{ m.content }")
+    file = write_lines(tmp_path / "a.jsonl", chat("q", "first"))
+    settings = PrepareSettings(tokenizer=str(TOY_TOKENIZER), template=broken, workers=workers)
+    with pytest.raises(DataError, match="the chat template is broken in line 2"):
+        prepare_module.prepare([file], tmp_path / "out", settings)
+
+
+def test_outputs_that_cannot_be_replaced_are_refused_before_any_work(
+    tmp_path: Path, run_prepare: RunPrepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point, the folder that one is in, and links in a circle."""
+    file = write_lines(tmp_path / "a.jsonl", chat("q", "first"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(DataError, match="is the folder that you are in"):
+        run_prepare(file, out="here")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(DataError, match="cannot be a folder"):
+        run_prepare(file, out="circle")
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    with pytest.raises(DataError, match="is a mount point"):
+        run_prepare(file)
+
+
 def test_leftovers_of_killed_runs_are_cleared(tmp_path: Path, run_prepare: RunPrepare) -> None:
     """A folder of a dead process goes, one of a live process is respected, and a swap cut short is undone."""
     file = write_lines(tmp_path / "a.jsonl", chat("q", "first"))
