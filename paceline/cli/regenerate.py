@@ -24,8 +24,9 @@ from paceline.cli.data import INPUT_HELP
 from paceline.errors import ConfigError, DataError, ServerError
 
 if TYPE_CHECKING:
+    from paceline.data.answer_folder import AnswerFolder, Counts
     from paceline.data.inputs import Source
-    from paceline.data.regenerate import Answer, Answerer, AnswerFolder, AnswerSettings, Counts, RecordStream
+    from paceline.data.regenerate import Answer, Answerer, AnswerSettings, RecordStream
 
 SERVER_CONCURRENCY = 64
 """Requests in flight unless told otherwise."""
@@ -142,7 +143,7 @@ class Run:
         self, url: str, model: str | None, concurrency: int, retries: int, any_template: bool
     ) -> signal.Signals | None:
         """Answer by a server; the signal that stopped it, or None."""
-        from paceline.data.regenerate import open_answers
+        from paceline.data.answer_folder import open_answers
         from paceline.data.server import ServerTarget
 
         server = ServerTarget(
@@ -168,7 +169,7 @@ class Run:
         """Answer by a model on this machine; the signal that stopped it, or None."""
         import torch
 
-        from paceline.data.regenerate import open_answers
+        from paceline.data.answer_folder import open_answers
         from paceline.eval.generate import MAX_SLOTS, LocalTarget, cache_budget
         from paceline.kernels.linear_cross_entropy import Head
         from paceline.kernels.packed_linear import pack_head, pack_layers

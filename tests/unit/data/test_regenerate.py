@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.data.answer_folder import open_answers
 from paceline.data.chat import template_hash
 from paceline.data.dataset import Dataset, tokenizer_fingerprint
 from paceline.data.dialects import Conversation, Rejection
@@ -20,7 +21,6 @@ from paceline.data.regenerate import (
     AnswerSettings,
     RecordStream,
     Regenerated,
-    open_answers,
     prompt_ids,
     regenerate,
     regenerate_conversation,

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from paceline.data.answer_folder import Counts, open_answers
 from paceline.data.dialects import Rejection
 from paceline.data.encoder import Encoder
 from paceline.data.inputs import Input, open_inputs
-from paceline.data.regenerate import Answer, AnswerSettings, Counts, RecordStream, open_answers, regenerate
+from paceline.data.regenerate import Answer, AnswerSettings, RecordStream, regenerate
 from paceline.data.server import ServerTarget
 from paceline.data.templates import is_reasoning_mark
 from paceline.errors import ConfigError, ServerError
