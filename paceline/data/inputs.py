@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
@@ -31,6 +32,8 @@ from paceline.data.reading import (
     uncompressed_name,
 )
 from paceline.errors import DataError
+
+log = logging.getLogger(__name__)
 
 HUB_PREFIX = "hf:"
 
@@ -326,6 +329,7 @@ def _hub_facts(name: str, spec: Input, info: Any) -> dict[str, Any]:
         card = HfApi().dataset_info(name, revision=spec.revision)
         facts["revision"] = card.sha or spec.revision
         facts["license"] = facts["license"] or getattr(card.card_data, "license", None)
-    except Exception:  # the rows can be read without it
-        pass
+    except Exception as error:  # the rows can be read without it
+        what = str(error).strip().partition("\n")[0] or type(error).__name__
+        log.warning("revision and licence of %s%s are not known: %s", HUB_PREFIX, name, what)
     return facts

@@ -551,8 +551,10 @@ def test_a_hub_that_fails_is_an_error_with_the_librarys_words(monkeypatch: pytes
         open_inputs([parse_input("hf:org/name")])
 
 
-def test_what_the_hub_says_of_a_data_set_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Commit and licence of the card stand in the provenance; a hub that says nothing is no obstacle."""
+def test_what_the_hub_says_of_a_data_set_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Commit and licence of the card stand in the provenance; a hub that says nothing is no obstacle, and no secret."""
     import huggingface_hub
 
     class Api:
@@ -569,6 +571,7 @@ def test_what_the_hub_says_of_a_data_set_is_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Api, "dataset_info", lambda *_, **__: 1 / 0)
     (source,) = open_inputs([parse_input("hf:org/name,revision=main,license=mit")])
     assert (source.provenance["revision"], source.provenance["license"]) == ("main", "mit")
+    assert "revision and licence of hf:org/name are not known: division by zero" in caplog.text
 
 
 def test_a_tar_archive_is_no_file_of_lines(tmp_path: Path) -> None:
