@@ -6,10 +6,11 @@ Anything that is missing, left over or of another shape than expected is an erro
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import transformers
 from safetensors import SafetensorError
 
 from paceline.errors import ConfigError, ModelError
+from paceline.models import gated_delta
+from paceline.models.dequantize import SUPPORTED, Quantization, open_weights, quantization_of, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -133,25 +136,14 @@ def load_causal_lm(
 ) -> Any:
     """Load a causal LM's text part and check that nothing but the expected parts was left out.
 
+    Quantised weights run as they are where Transformers has kernels for them here, and are dequantised otherwise; a
+    line of the log and `quantization_note` say which.
+
     Args:
         num_layers: Layers kept; keys of later layers are expected leftovers. None: all of them.
-    Raises: ModelError naming missing or unexpected keys.
+    Raises: ModelError naming missing or unexpected keys, or a quantisation that cannot be loaded here.
     """
-    try:
-        with quiet_transformers():
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                key_mapping=_TEXT_PART,
-                ignore_mismatched_sizes=True,  # reported below, by name
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelError(f"target {path} cannot be loaded: {first_line(error)}") from error
-    model, loading = loaded
+    (model, loading), note = _load(path, config, dtype, device, revision, trust_remote_code)
     missing = sorted(loading["missing_keys"])
     unexpected = sorted(key for key in loading["unexpected_keys"] if not _is_leftover(key, num_layers))
     if missing or unexpected or loading["mismatched_keys"]:
@@ -159,7 +151,137 @@ def load_causal_lm(
             f"target {path} does not match its configuration: missing {missing[:3]}, unexpected {unexpected[:3]}, "
             f"other shapes {sorted(map(str, loading['mismatched_keys']))[:3]}"
         )
-    return model.to(device).eval()
+    if model.device.type != torch.device(device).type:  # quantised models may refuse to be moved even to where they are
+        model = model.to(device)
+    model.eval()
+    gated_delta.enable(model.get_decoder())
+    model.quantization_note = note
+    if note:
+        log.info("target %s: %s", path, note)
+    return model
+
+
+def quantization_note(model: Any) -> str | None:
+    """How a model's weights were quantised, and what `load_causal_lm` did with them; None for plain weights."""
+    return getattr(model, "quantization_note", None)
+
+
+def _load(
+    path: str,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> tuple[Any, str | None]:
+    """Model and loading information, and the note on its quantisation."""
+    common: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "key_mapping": _TEXT_PART,
+        "ignore_mismatched_sizes": True,  # reported by the caller, by name
+        "output_loading_info": True,
+    }
+    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+    settings: Mapping[str, Any] = {}
+    try:
+        with quiet_transformers():
+            written, _ = transformers.PretrainedConfig.get_config_dict(path, revision=revision)
+            settings = settings_of(written)
+            quantization = quantization_of(written, _exported_quantization(path, revision))
+            if quantization is not None:
+                return _load_quantized(path, quantization, common, hub, torch.device(device))
+            if not settings:
+                return transformers.AutoModelForCausalLM.from_pretrained(path, **common, **hub), None
+            loaded = _load_as_it_is(path, settings, common | hub, torch.device(device))
+            return loaded, f"{settings['quant_method']}, as Transformers runs it"
+    except ImportError as error:
+        raise ModelError(
+            f"target {path} is quantised by {settings.get('quant_method')}, and what loads that is not installed: "
+            f"{first_line(error)}. Install it, or take the checkpoint in bfloat16, or one in {SUPPORTED}"
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(f"target {path} cannot be loaded: {first_line(error)}") from error
+
+
+def _load_quantized(
+    path: str, quantization: Quantization, common: dict[str, Any], hub: dict[str, Any], device: torch.device
+) -> tuple[Any, str]:
+    """A checkpoint whose layout is known: FP8 as it is where that works, everything else dequantised.
+
+    Four-bit weights with 16-bit activations compute the same as their dequantised selves, which are faster in training,
+    where rows are long. NVFP4 and FP8 engines round activations too: only FP8's can be run here.
+    """
+    reason = ""
+    if quantization.method == "fp8":
+        why_not = _why_not_fp8(device)
+        if why_not is None:
+            try:
+                loaded = _load_as_it_is(path, quantization.settings, common | hub, device)
+                _try_fp8(loaded[0])
+                return loaded, f"{quantization.label} weights run as they are"
+            except Exception as error:  # kernels are fetched and built at their first use; anything may be wrong
+                why_not, loaded = first_line(error), None
+        reason = f" (FP8 cannot run here: {why_not})"
+    if hasattr(common["config"], "quantization_config"):
+        del common["config"].quantization_config
+    weights, num_quantized = open_weights(_folder_of(path, hub["revision"]), quantization)
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(common["config"])]
+    loaded = model_class.from_pretrained(None, state_dict=weights, **common)
+    dtype = str(common["dtype"]).removeprefix("torch.")
+    return loaded, f"{quantization.label}: {num_quantized} tensors dequantised to {dtype}{reason}"
+
+
+def _load_as_it_is(path: str, settings: Mapping[str, Any], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """A quantised checkpoint by Transformers' own means; its text part gets the settings that its wrapper has."""
+    kwargs["config"].quantization_config = dict(settings)
+    if device.type != "cpu":
+        kwargs = kwargs | {"device_map": {"": device}}
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+
+
+def _why_not_fp8(device: torch.device) -> str | None:
+    """What FP8 matrix products lack on this device; None if they may be tried."""
+    if device.type != "cuda":
+        return "no GPU"
+    missing = [name for name in ("kernels", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"`pip install {' '.join(missing)}` is missing"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "the GPU is older than Ada and Hopper"
+    return None
+
+
+def _try_fp8(model: Any) -> None:
+    """Run one layer with FP8 weights. Raises: whatever its kernels raise."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dtype == torch.float8_e4m3fn and weight.dim() == 2:
+            with torch.no_grad():
+                module(torch.zeros(16, weight.shape[1], dtype=model.dtype, device=weight.device))
+            return
+
+
+def _exported_quantization(path: str, revision: str | None) -> dict[str, Any] | None:
+    """What Model Optimizer writes beside a configuration, if it is there."""
+    file = transformers.utils.cached_file(
+        path,
+        "hf_quant_config.json",
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return json.loads(Path(file).read_text(encoding="utf-8")) if file else None
+
+
+def _folder_of(path: str, revision: str | None) -> Path:
+    """The folder behind a path or hub id, its weights fetched."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.safetensors.index.json"]
+    return Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
 
 
 @contextlib.contextmanager
