@@ -59,6 +59,10 @@ class Target(_Section):
     a GPU where a probe of the real model shows that documents stay apart, else one by one."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
+    fp8: bool = False
+    """Multiply in fp8 on a GPU that can (Hopper, Ada and newer): a seventh less time a step with an 8 B target.
+    Features carry some seven times bfloat16's rounding error then; a run records how much. Natural where serving is in
+    fp8."""
 
 
 class Draft(_Section):
@@ -93,6 +97,9 @@ class Draft(_Section):
     full."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; master weights and moments are float32. auto: float32 on the CPU, bfloat16 on a GPU."""
+    recompute: bool = False
+    """Compute each layer again in the backward pass in place of keeping what it needs: less memory, a third more work.
+    """
 
 
 class Data(_Section):
@@ -121,10 +128,12 @@ class Anchors(_Section):
 
 
 class Loss(_Section):
-    kind: Literal["decay"] = "decay"
-    """Weights of the slots: exponential decay."""
+    kind: Literal["decay", "dpace"] = "decay"
+    """Weights of the slots. decay: exponential, the same for all blocks. dpace: by the drafter's own probabilities, so
+    that a slot weighs what the acceptance of the slots up to it and after it makes it worth. Source: DFlash, A.1;
+    D-PACE, arXiv:2605.18810."""
     gamma: Auto | float = "auto"
-    """Decay length in positions. auto: `default_gamma(block_size)`."""
+    """Decay length in positions; without effect with dpace. auto: `default_gamma(block_size)`."""
 
     @field_validator("gamma")
     @classmethod
@@ -150,6 +159,19 @@ class Optim(_Section):
     tokens_per_step: Auto | Count = "auto"
     """Packed tokens of an optimizer step; a multiple of `pipeline.tokens_per_batch` x `topology.drafters`.
     auto: 98,304 (32 rows of 3,072), or less so that a run has at least 500 steps."""
+
+
+class Kernels(_Section):
+    attention: Literal["auto", "flex", "flash4", "per_document"] = "auto"
+    """Attention of target and drafter on a GPU. flex: FlexAttention over masks that keep documents apart. flash4:
+    FlashAttention-4 if it is installed (`pip install 'paceline[fa4]'`), faster on Hopper; gradients are not the same
+    bits twice. per_document: PyTorch's own attention, with masks, or a document at a time. auto: flex where it can be
+    used. Without effect on the CPU."""
+    compile: bool = True
+    """Compile layers on a GPU: half a minute at the start, once a machine."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay steps from CUDA graphs. auto: where launching kernels is found to take longer than running them, as with
+    small targets. Without effect on the CPU."""
 
 
 class Topology(_Section):
@@ -204,6 +226,7 @@ class RunConfig(_Section):
     anchors: Anchors = Anchors()
     loss: Loss = Loss()
     optim: Optim = Optim()
+    kernels: Kernels = Kernels()
     topology: Topology = Topology()
     pipeline: Pipeline = Pipeline()
     checkpoint: Checkpoint = Checkpoint()
@@ -219,6 +242,11 @@ class RunConfig(_Section):
                 f"pipeline.min_ready={self.pipeline.min_ready} is above pipeline.queue_depth={depth}: "
                 "the drafter would wait for ever"
             )
+        if self.run.deterministic and self.kernels.attention == "flash4":
+            raise ValueError(
+                "run.deterministic=true with kernels.attention=flash4: FlashAttention-4 adds gradients up in no fixed "
+                "order; use flex"
+            )
         types = self.draft.layer_types
         if not isinstance(types, str) and len(types) != self.draft.num_layers:
             raise ValueError(f"draft.layer_types has {len(types)} entries for draft.num_layers={self.draft.num_layers}")
@@ -231,6 +259,8 @@ FREE_TO_CHANGE = (
     "run.dir",
     "run.device",
     "run.max_hours",
+    "draft.recompute",
+    "kernels",
     "topology",
     "pipeline.queue_depth",
     "pipeline.queue_gib",
@@ -241,8 +271,9 @@ FREE_TO_CHANGE = (
     "target.path",
     "data.path",
 )
-"""Keys that a resumed run may change. They leave order, batches and schedule alone; `run.device` and `topology.threads`
-change how sums are rounded. The contents behind `target.path` and `data.path` are compared by fingerprint instead."""
+"""Keys that a resumed run may change. They leave order, batches and schedule alone; `run.device`, `kernels` and
+`topology.threads` change how sums are rounded. The contents behind `target.path` and `data.path` are compared by
+fingerprint instead."""
 
 
 def default_gamma(block_size: int) -> float:

@@ -3,6 +3,7 @@
     TokenBatch    made by ``data.packing``     taken by a target role
     FeatureBatch  made by ``models.target``    taken by a drafter role
     StepSums      made by ``train.step``       taken by ``train.loop``, summed over micro-batches and ranks
+    StepResult    made by ``train.step``       taken by ``train.loop``, one step later where a GPU is still at it
 
 Shape letters: S tokens in a packed row, L tapped layers, D hidden size, A anchors, K block size.
 """
@@ -120,23 +121,17 @@ class FeatureBatch:
 
 @dataclass
 class StepSums:
-    """Sums and counts of micro-batches. They are added first and divided last: an average of averages is biased.
+    """Counts of micro-batches that the host knows; what the device has summed of them is in `StepResult`.
 
     Attributes:
-        loss: Sum of weight * negative log-likelihood over scored slots.
-        weight: Sum of the weights; the loss of a step is ``loss / weight`` over all its micro-batches and ranks.
-        committed: Sum over real blocks of the tokens one target forward would commit: leading hits and one more, within
-            the answer. Anchors are drawn uniformly, so ``committed / blocks`` estimates the acceptance length of a
-            decode loop, which visits other positions.
+        num_rows: Slots that reach the output head; 0: there is nothing to learn.
         blocks: Real blocks (anchors kept).
         tokens: Tokens of documents (padding excluded).
         batches: Micro-batches summed.
         put_wait_s, get_wait_s: Seconds blocked at the queue: targets (summed over them) and the drafter.
     """
 
-    loss: float = 0.0
-    weight: float = 0.0
-    committed: int = 0
+    num_rows: int = 0
     blocks: int = 0
     tokens: int = 0
     batches: int = 0
@@ -147,3 +142,25 @@ class StepSums:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of an optimizer step, over all its micro-batches and ranks. Sums are divided last: an average of
+    averages is biased.
+
+    Attributes:
+        loss: Sum of weight * negative log-likelihood over scored slots, divided by the sum of the weights.
+        committed: Sum over real blocks of the tokens one target forward would commit: leading hits and one more, within
+            the answer. Anchors are drawn uniformly, so ``committed / blocks`` estimates the acceptance length of a
+            decode loop, which visits other positions.
+        lr: Rate of the update.
+        grad_norm: Norm of the gradient before clipping.
+        is_finite: Whether the gradients were; if not, this update and all after it have left the weights alone.
+    """
+
+    loss: float
+    committed: int
+    lr: float
+    grad_norm: float
+    is_finite: bool

@@ -219,12 +219,27 @@ def weighted_loss(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> tuple[float, list[bool]]:
-    """Sum of weight * negative log-likelihood, and whether the best logit is the label's."""
+    """Sum of weight * negative log-likelihood, and whether no logit is above the label's."""
     total, hits = 0.0, []
     for x, label, w in zip(hidden, labels, weights, strict=True):
         logits = [sum(a * b for a, b in zip(x, row, strict=True)) * scale for row in weight]
         if softcap is not None:
             logits = [softcap * math.tanh(z / softcap) for z in logits]
         total += -w * math.log(softmax(logits)[label])
-        hits.append(max(range(len(logits)), key=logits.__getitem__) == label)
+        hits.append(logits[label] >= max(logits))
     return total, hits
+
+
+def dpace_weights(nll: list[list[float]], counts: list[list[bool]], floor: float) -> list[list[float]]:
+    """D-PACE weight of every slot of every block; a slot that does not count weighs nothing and is passed over."""
+    weights = []
+    for losses, counting in zip(nll, counts, strict=True):
+        row = []
+        for j in range(len(losses)):
+            total = 0.0
+            for m in range(j, len(losses)):
+                if counting[m]:
+                    total += math.prod((1 - floor) * math.exp(-losses[i]) + floor for i in range(m + 1) if counting[i])
+            row.append(total if counting[j] else 0.0)
+        weights.append(row)
+    return weights

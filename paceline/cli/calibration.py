@@ -192,6 +192,6 @@ def _trainer(resolved: ResolvedRun, target: Target, dtype: str) -> TrainStep:
 
 def _step_seconds(trainer: TrainStep, features: Any) -> float:
     started = time.perf_counter()
-    sums = trainer.accumulate(features)
-    trainer.update(0, sums.weight)
+    trainer.accumulate(features)
+    trainer.update(0).read()
     return time.perf_counter() - started

@@ -144,7 +144,7 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         )
         state = restore(run, trainer, fresh)
         run.write_config(config)
-        run.write_json("run.json", _run_record(resolved, target, state.step))
+        run.write_json("run.json", _run_record(resolved, target, trainer, state.step))
         run.event("resumed" if state.step else "started", step=state.step)
         progress.start(config, resolved, state.step, target.packing_note)
 
@@ -202,6 +202,9 @@ def load_target(config: RunConfig) -> Target:
         feature_dtype=getattr(torch, config.draft.dtype),
         revision=config.target.revision,
         trust_remote_code=config.target.trust_remote_code,
+        kernels=config.kernels,
+        row_length=int(config.pipeline.tokens_per_batch),
+        fp8=config.target.fp8,
     )
 
 
@@ -225,10 +228,13 @@ def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
         config.optim,
         num_anchors=resolved.num_anchors,
         stratify_anchors=config.anchors.stratify,
-        gamma=float(config.loss.gamma),
+        loss=config.loss,
         seed=config.run.seed,
         total_steps=resolved.total_steps,
+        batches_per_step=resolved.batches_per_step,
         dtype=dtype,
+        kernels=config.kernels,
+        recompute=config.draft.recompute,
     )
 
 
@@ -273,7 +279,7 @@ def _print_plan(config: RunConfig, as_json: bool) -> None:
             typer.echo(f"  {name}: {value}")
 
 
-def _run_record(resolved: ResolvedRun, target: Target, step: int) -> dict[str, Any]:
+def _run_record(resolved: ResolvedRun, target: Target, trainer: TrainStep, step: int) -> dict[str, Any]:
     config = resolved.config
     targets = [f"target-{i}" for i in range(config.topology.targets)]
     return {
@@ -283,6 +289,8 @@ def _run_record(resolved: ResolvedRun, target: Target, step: int) -> dict[str, A
         "resumed_from_step": step,
         "roles": {role: {"pid": os.getpid(), "device": config.run.device} for role in (*targets, "drafter-0")},
         "packing": target.packing_note,
+        "quantization": target.quantization_note,
+        "attention": trainer.attention_note,
         "data": _data_record(config.data.path),
         "draft": dataclasses.asdict(resolved.draft),
         "versions": {

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from paceline.dflash.anchors import Anchors
+
+
+@dataclass(frozen=True)
+class BlockTargets:
+    """What the slots of a row's blocks have to predict, and which of them reach the output head.
+
+    Attributes:
+        labels: int64 ``[A, J]``, numbered as the head's rows; anything where a slot does not count.
+        weights: float32 ``[A, J]``, 0 where a slot does not count.
+        order: int64 ``[A*J]``; all slots, those that count first.
+        num_rows: Slots that reach the head, the first of `order`; known to the host, so that the device need not be
+            asked.
+    """
+
+    labels: Tensor
+    weights: Tensor
+    order: Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, labels: Tensor, weights: Tensor, whole_blocks: bool = False) -> BlockTargets:
+        """Order the slots of these labels and weights.
+
+        Args:
+            whole_blocks: A block with a slot that counts reaches the head as a whole.
+        """
+        counts = weights > 0
+        if whole_blocks:
+            counts = counts.any(1, keepdim=True).expand_as(counts)
+        counts = counts.flatten()
+        order = torch.cat([counts.nonzero().flatten(), (~counts).nonzero().flatten()])
+        return cls(labels, weights, order, int(counts.sum()))
 
 
 def make_noise_blocks(input_ids: Tensor, anchors: Anchors, block_size: int, mask_token_id: int) -> Tensor:

@@ -72,6 +72,11 @@ class BlockLayout:
             for start, end, first, last in self.groups
         )
 
+    def for_layer(self, visibility: Visibility) -> BlockLayout:
+        """What `attend_per_document` is given for a layer: the same for all."""
+        del visibility
+        return self
+
     def group_mask(self, number: int, visibility: Visibility, device: torch.device) -> Tensor:
         """Mask of a group, kept after the first call unless those of a long row would take too much."""
         if self.num_scores > MAX_KEPT_MASKS:

@@ -2,7 +2,8 @@
 
 Full logits never exist: one chunk of rows is multiplied with the head, turned into losses, hits and the gradient of its
 hidden rows, and forgotten. The head is frozen, so the hidden rows' gradient is the only one, and nothing is recomputed
-in the backward pass.
+in the backward pass. Rows that do not count need not reach the head: a permutation puts those that do first. On CUDA
+the rows are worked on by the kernels of `linear_cross_entropy_triton`; what stands here is the same in plain tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from torch import Tensor
 CHUNK_BYTES = 64 << 20
 """Bytes of one chunk's float32 logits: 340 rows at a vocabulary of 49,152; small enough for a laptop, large enough for
 full matmul speed."""
+
+CHUNK_ROWS = 2048
+"""Rows of one chunk on CUDA: 0.6 GiB of bfloat16 logits at a vocabulary of 151,936. 1,024 rows are 1 % slower on an
+H200, more than 2,048 no faster."""
 
 
 @dataclass(frozen=True)
@@ -50,50 +55,148 @@ class Head:
         return Head(self.weight.to(dtype), self.softcap, self.scale)
 
 
-def weighted_linear_cross_entropy(hidden: Tensor, head: Head, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of ``weights * nll`` over rows, and whether the arg-max hits the label.
+@dataclass(frozen=True)
+class DPace:
+    """Loss weights that follow the drafter's confidence, in place of a fixed decay.
+
+    With q_k = exp(-nll_k) and s_k = (1 - floor) q_k + floor, slot j weighs the sum over m >= j of prod_{i <= m} s_i:
+    how many tokens at slot j and after it are expected to be accepted. No gradient flows through the weights.
+    A slot that does not count is passed over: it has weight 0, adds nothing to the sums of the slots before it, and
+    its factor is 1, so that it does not end the block either.
+    Source: D-PACE, arXiv:2605.18810; slots that do not count as in speculators 0.9.0, `dpace_loss_decay` in
+    `speculators/losses/utils.py`, which divides the loss by the number of slots that count, not by these weights.
+
+    Attributes:
+        block: J, rows of one block.
+        floor: Least factor of a slot, 0 to 1; 0.5 is speculators' default too.
+    """
+
+    block: int
+    floor: float = 0.5
+
+    def weights(self, nll: Tensor, counts: Tensor) -> Tensor:
+        """float32 ``[R]`` weights of whole blocks, from their losses ``[R]`` and which rows count, bool ``[R]``."""
+        confidence = torch.exp(-nll).view(-1, self.block)
+        counts = counts.view(-1, self.block)
+        smooth = ((1.0 - self.floor) * confidence + self.floor).where(counts, 1.0)
+        reached = smooth.cumprod(1) * counts  # prod_{i <= m} s_i, 0 where slot m does not count
+        return (reached.flip(1).cumsum(1).flip(1) * counts).flatten()
+
+
+def chunk_rows(dpace: DPace | None) -> int:
+    """Rows of one chunk on CUDA: whole blocks where the loss weighs those. One row more than a multiple of it costs a
+    whole chunk."""
+    return CHUNK_ROWS if dpace is None else max(1, CHUNK_ROWS // dpace.block) * dpace.block
+
+
+def weighted_linear_cross_entropy(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    weights: Tensor,
+    rows: Tensor | None = None,
+    num_rows: int | None = None,
+    dpace: DPace | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of ``weights * nll`` over the rows that count, the sum of the weights, and whether the best logit hits.
+
+    Nothing asks the device, and shapes follow from T and `num_rows` alone, so that a CUDA graph can hold the call. The
+    memory it takes beside the gradient is one chunk's.
 
     Args:
-        hidden: ``[R, D]`` in the head's dtype; differentiable.
-        labels: int64 ``[R]``.
-        weights: float32 ``[R]``.
-    Returns: float32 scalar (the gradient flows to `hidden`) and bool ``[R]``.
+        hidden: ``[T, D]`` in the head's dtype, on its device like all that follows; differentiable.
+        labels: int64 ``[T]``.
+        weights: float32 ``[T]``. With `dpace`: 1 where a row counts and 0 where not, multiplied with its weights.
+        rows: int64 ``[T]``, a permutation that puts the rows first that shall reach the head; None: as they stand.
+        num_rows: How many of them do; None: all. Those past it have no loss, no hit and no gradient, whatever
+            their label and weight.
+        dpace: Weights by confidence. Rows then come in whole blocks: T and `num_rows` are multiples of J, and in `rows`
+            each block's rows stay together and in order.
+    Returns: float32 scalar (the gradient flows to `hidden`); float32 scalar, the sum of the weights that were used,
+        D-PACE's included; and bool ``[T]`` in the order of `hidden`. A label that shares the best logit with other
+        tokens is a hit; bfloat16 logits tie now and then, so that the hits flatter a little.
     """
-    loss, hits = _WeightedLinearCrossEntropy.apply(hidden, head, labels, weights)
-    return loss, hits
+    num_rows = len(hidden) if num_rows is None else num_rows
+    assert hidden.dtype == head.weight.dtype and num_rows <= len(hidden) == len(labels) == len(weights)
+    assert rows is None or len(rows) == len(hidden)
+    assert dpace is None or (len(hidden) % dpace.block == 0 and num_rows % dpace.block == 0)
+    loss, weight, hits = _WeightedLinearCrossEntropy.apply(hidden, head, labels, weights, rows, num_rows, dpace)
+    return loss, weight, hits
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether the rows are worked on by Triton kernels."""
+    return device.type == "cuda"
 
 
 class _WeightedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Head, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        gradient = torch.empty_like(hidden)
-        hits = torch.empty_like(labels, dtype=torch.bool)
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
-        for start in range(0, len(hidden), rows):
-            chunk = slice(start, start + rows)
-            logits = head.logits(hidden[chunk])
-            label = labels[chunk, None]
-            top, best = logits.max(dim=1, keepdim=True)
-            hits[chunk] = (best == label)[:, 0]
-            exp = (logits - top).exp_()
-            total = exp.sum(dim=1, keepdim=True)
-            at_label = logits.gather(1, label)
-            loss += (weights[chunk] * (total.log() + top - at_label)[:, 0]).sum()
-            # d loss / d logits = weight * (softmax - onehot), in place of the exponentials
-            weight = weights[chunk, None]
-            grad_logits = exp.mul_(weight / total)
-            grad_logits.scatter_add_(1, label, -weight)
-            if head.softcap is not None:
-                grad_logits *= 1 - (logits / head.softcap) ** 2
-            if head.scale != 1.0:
-                grad_logits *= head.scale
-            gradient[chunk] = grad_logits.to(head.weight.dtype) @ head.weight
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        labels: Tensor,
+        weights: Tensor,
+        rows: Tensor | None,
+        num_rows: int,
+        dpace: DPace | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if _has_kernels(hidden.device):
+            from paceline.kernels.linear_cross_entropy_triton import forward  # Triton is there on CUDA hosts alone
+
+            loss, weight, hits, gradient = forward(hidden, head, labels, weights, rows, num_rows, dpace)
+        else:
+            loss, weight, hits, gradient = _forward(hidden, head, labels, weights, rows, num_rows, dpace)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(hits)
-        return loss, hits
+        ctx.mark_non_differentiable(weight, hits)
+        return loss, weight, hits
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        # The factor is rounded to the hidden rows' type; summed losses are differentiated with 1, which is exact.
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.to(gradient.dtype), None, None, None
+        return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None
+
+
+def _forward(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    weights: Tensor,
+    rows: Tensor | None,
+    num_rows: int,
+    dpace: DPace | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, sum of weights, hits, and the gradient of the hidden rows."""
+    gradient = torch.zeros_like(hidden)
+    hits = torch.zeros_like(labels, dtype=torch.bool)
+    loss = hidden.new_zeros((), dtype=torch.float32)
+    weight_sum = torch.zeros_like(loss)
+    per_chunk = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
+    if dpace is not None:
+        per_chunk = max(1, per_chunk // dpace.block) * dpace.block
+    for start in range(0, num_rows, per_chunk):
+        chunk = slice(start, min(start + per_chunk, num_rows))
+        index = chunk if rows is None else rows[chunk]
+        logits = head.logits(hidden[index])
+        label, weight = labels[index, None], weights[index]
+        top = logits.amax(dim=1, keepdim=True)
+        exp = (logits - top).exp_()
+        total = exp.sum(dim=1, keepdim=True)
+        at_label = logits.gather(1, label)
+        hits[index] = (at_label >= top)[:, 0]
+        nll = (total.log() + top - at_label)[:, 0]
+        if dpace is not None:
+            weight = weight * dpace.weights(nll, weight != 0)
+        loss += (weight * nll).sum()
+        weight_sum += weight.sum()
+        # d loss / d logits = weight * (softmax - onehot), in place of the exponentials
+        weight = weight[:, None]
+        grad_logits = exp.mul_(weight / total)
+        grad_logits.scatter_add_(1, label, -weight)
+        if head.softcap is not None:
+            grad_logits *= 1 - (logits / head.softcap) ** 2
+        if head.scale != 1.0:
+            grad_logits *= head.scale
+        gradient[index] = grad_logits.to(head.weight.dtype) @ head.weight
+    return loss, weight_sum, hits, gradient

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 import transformers
@@ -23,16 +23,41 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from paceline.config import default_gamma
 from paceline.dflash.anchors import Anchors
-from paceline.dflash.blocks import block_labels, decay_weights
+from paceline.dflash.blocks import BlockTargets, block_labels, decay_weights
 from paceline.errors import ConfigError, ModelError
-from paceline.kernels.attention import BlockLayout, Visibility, attend_per_document
-from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, Head, weighted_linear_cross_entropy
+from paceline.kernels.attention import Visibility, attend_per_document
+from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, DPace, Head, weighted_linear_cross_entropy
 from paceline.kernels.rms_norm import rms_norm
 from paceline.records import FeatureBatch, TokenBatch
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, BlockLayout, Visibility], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Any, Visibility], Tensor]
+"""Attention of blocks: query, context key and value, block key and value, what the layout has for the layer, and what
+the layer sees; `attend_per_document` is the one that says shapes."""
 ContextKV = list[tuple[Tensor, Tensor]]
 """Rotated keys and values ``[S, M, H]`` of the context, one pair a layer."""
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine of rotary angles, ``[..., 1, H/2]`` each."""
+
+
+class BlockLoss(NamedTuple):
+    """The loss of a micro-batch's blocks.
+
+    Attributes:
+        loss: float32 scalar, sum of weight * negative log-likelihood; differentiable.
+        weight: float32 scalar, sum of the weights.
+        hits: bool ``[A, J]``; slots whose best token is the label; False where a slot does not count.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    hits: Tensor
+
+
+class Layout(Protocol):
+    """Where the blocks stand, and what attention has to know of it in each layer."""
+
+    def for_layer(self, visibility: Visibility) -> Any:
+        """What the attention function is given for a layer that sees this."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +110,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # plain operations, which the compiler fuses with what stands around them
+            wide = x.float()
+            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            return (wide * scale * self.weight.float()).to(x.dtype)
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -103,14 +132,19 @@ class Rotary:
         self.inv_freq = embedding.inv_freq.float()
         self.scale = float(embedding.attention_scaling)
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``[..., heads, H]`` by positions ``[...]``."""
-        self.inv_freq = self.inv_freq.to(positions.device)  # moved once, with the first positions
-        angles = positions[..., None].float() * self.inv_freq  # [..., H/2]
-        cos = (angles.cos() * self.scale).to(x.dtype)[..., None, :]
-        sin = (angles.sin() * self.scale).to(x.dtype)[..., None, :]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """Cosine and sine of positions ``[...]``, ``[..., 1, H/2]``; computed in float32, given in `dtype`."""
+        if self.inv_freq.device != positions.device:  # moved once, with the first positions
+            self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[..., None, None].float() * self.inv_freq  # [..., 1, H/2]
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate ``[..., heads, H]`` by the angles of its positions."""
+    cos, sin = angles
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class DraftAttention(nn.Module):
@@ -125,14 +159,17 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, shape.rms_norm_eps)
 
-    def query(self, x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-        """``[..., D]`` to rotated ``[..., N, H]``."""
-        return rotary.rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), positions)
+    def query(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., N, H]``, not yet rotated."""
+        return self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
 
-    def key_value(self, x: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """``[..., D]`` to rotated keys and plain values ``[..., M, H]``; context and block share the weights."""
-        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
-        return rotary.rotate(key, positions), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+    def key(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., M, H]``, not yet rotated; context and block share the weights."""
+        return self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+
+    def value(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., M, H]``."""
+        return self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
 
 class DraftMLP(nn.Module):
@@ -157,20 +194,55 @@ class DraftLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        positions: Tensor,
+        delta: Tensor | None,
+        angles: Angles,
         context_kv: tuple[Tensor, Tensor],
-        rotary: Rotary,
         attend: Attend,
-        layout: BlockLayout,
+        seen: Any,
         visibility: Visibility,
-    ) -> Tensor:
-        y = self.input_layernorm(x)
-        query = self.self_attn.query(y, positions, rotary)
-        key, value = self.self_attn.key_value(y, positions, rotary)
-        context_key, context_value = context_kv
-        attended = attend(query, context_key, context_value, key, value, layout, visibility)
-        x = x + self.self_attn.o_proj(attended.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        distinct: Tensor | None = None,
+        first_slot: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after the attention, and what the MLP adds to it: the next norm adds them in float32.
+
+        Args:
+            x: ``[A, K, D]`` residual stream.
+            delta: ``[A, K, D]``, what the layer before adds to it; None: nothing.
+            seen: What the layout has for this layer.
+            distinct: ``[A + 1, D]``: the rows that `x` is made of, if it is a block's input: one row an anchor for
+                slot 0, and the mask's for all others. Projections then run over these alone.
+            first_slot: Slots before it are left out of the result: nothing after the last attention needs them.
+        """
+        x = _add(x, delta)
+        block_size = x.shape[1]
+
+        def spread(rows: Tensor) -> Tensor:
+            return rows if distinct is None else _spread(rows, block_size)
+
+        y = self.input_layernorm(x if distinct is None else distinct)
+        attention = self.self_attn
+        query, key = rotate(spread(attention.query(y)), angles), rotate(spread(attention.key(y)), angles)
+        attended = attend(query, *context_kv, key, spread(attention.value(y)), seen, visibility)
+        x = _add(x[:, first_slot:], attention.o_proj(attended[:, first_slot:].flatten(-2)))
+        return x, self.mlp(self.post_attention_layernorm(x))
+
+
+def _spread(rows: Tensor, block_size: int) -> Tensor:
+    """Rows ``[A + 1, ...]`` of anchors and of the mask as blocks ``[A, K, ...]``."""
+    anchors, mask = rows[:-1, None], rows[-1:, None]
+    return torch.cat([anchors, mask.expand(len(anchors), block_size - 1, *rows.shape[1:])], dim=1)
+
+
+def _add(x: Tensor, delta: Tensor | None) -> Tensor:
+    """``x + delta``, rounded once. Compiled through float32, else the sum joins the product that makes `delta`, which
+    then has to copy x first."""
+    if delta is None:
+        return x
+    return (x.float() + delta.float()).to(x.dtype) if torch.compiler.is_compiling() else x + delta
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 class DFlashDrafter(nn.Module):
@@ -290,29 +362,47 @@ class DFlashDrafter(nn.Module):
             context_feature: ``[S, L*D]``.
             positions: int64 ``[S]`` inside the document.
         """
+        return self.context_kv_at(context_feature, self.rotary.angles(positions, context_feature.dtype))
+
+    def context_kv_at(self, context_feature: Tensor, angles: Angles) -> ContextKV:
+        """`context_kv` with the angles of the positions at hand."""
         fused = self.hidden_norm(self.fc(context_feature))
-        layers = cast("list[DraftLayer]", list(self.layers))
-        return [layer.self_attn.key_value(fused, positions, self.rotary) for layer in layers]
+        attentions = [cast(DraftLayer, layer).self_attn for layer in self.layers]
+        return [(rotate(attention.key(fused), angles), attention.value(fused)) for attention in attentions]
 
     def forward(
         self,
         noise: Tensor,
         positions: Tensor,
         context_kv: ContextKV,
-        layout: BlockLayout,
+        layout: Layout,
         attend: Attend = attend_per_document,
+        run: Callable[..., Any] = _call,
     ) -> Tensor:
         """Hidden states of the slots that predict, after the final norm.
 
         Args:
-            noise: ``[A, K, D]`` embedded block inputs.
+            noise: ``[A, K, D]`` embedded block inputs: slots 1..K-1 of all blocks hold the same row, the mask's.
             positions: int64 ``[A, K]`` inside the document.
+            run: Calls a layer with its arguments; for running it compiled, or again in the backward pass.
         Returns: ``[A, J, D]``; column j predicts the (j + 1)-th token after the anchor.
         """
-        x = noise
+        x, delta = noise, None
+        angles = self.rotary.angles(positions, noise.dtype)
+        distinct = torch.cat([noise[:, 0], noise[0, 1:2]])  # [A + 1, D]
+        last = len(self.layers) - 1
         for i, (layer, kv) in enumerate(zip(self.layers, context_kv, strict=True)):
-            x = layer(x, positions, kv, self.rotary, attend, layout, self.shape.visibility(i))
-        return self.norm(x[:, 1 - self.label_shift :])
+            visibility = self.shape.visibility(i)
+            x, delta = run(
+                layer, x, delta, angles, kv, attend, layout.for_layer(visibility), visibility,
+                distinct=distinct if i == 0 else None,
+                first_slot=1 - self.label_shift if i == last else 0,
+            )  # fmt: skip
+        return run(self.finish, x, delta)
+
+    def finish(self, x: Tensor, delta: Tensor) -> Tensor:
+        """The final norm of the last layer's output."""
+        return self.norm(_add(x, delta))
 
     def labels_and_weights(self, tokens: TokenBatch, anchors: Anchors, gamma: float) -> tuple[Tensor, Tensor]:
         """What each slot has to predict, and how much it counts; on the host.
@@ -327,32 +417,49 @@ class DFlashDrafter(nn.Module):
         valid &= self.can_draft(labels)
         return labels, valid * decay_weights(self.num_predicted, gamma)
 
+    def targets(self, tokens: TokenBatch, anchors: Anchors, gamma: float, dpace: bool = False) -> BlockTargets:
+        """What a micro-batch has to learn, on the host.
+
+        Args:
+            dpace: The loss weighs slots itself, a block at a time: the weights only say which slots count.
+        """
+        labels, weights = self.labels_and_weights(tokens, anchors, gamma)
+        if dpace:
+            weights = (weights > 0).float()
+        return BlockTargets.of(self._to_draft(labels), weights, whole_blocks=dpace)
+
     def loss(
-        self, hidden: Tensor, head: Head, labels: Tensor, weights: Tensor, anchors: Anchors, features: FeatureBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Weighted cross-entropy against the data's tokens, over slots that weigh something.
+        self,
+        hidden: Tensor,
+        head: Head,
+        targets: BlockTargets,
+        anchors: Tensor,
+        features: FeatureBatch,
+        dpace: DPace | None = None,
+    ) -> BlockLoss:
+        """Weighted cross-entropy against the data's tokens, over slots that count.
 
         Args:
             hidden: ``[A, J, D]`` from `forward`.
             head: From `own_head`.
-            anchors, features: For kinds whose loss compares with the target's own distribution; unused here.
-            labels: int64 ``[A, J]``, on the host like `weights`, so that the rows to score are known without asking the
-                device.
-            weights: float32 ``[A, J]``; 0 where a slot does not count.
-        Returns: sum of weight * nll (float32 scalar) and hits bool ``[A, J]``; False where a slot does not count.
+            targets: From `targets`, on the device of `hidden`.
+            anchors: int64 ``[A]`` row positions on the device; like `features` for kinds whose loss compares with the
+                target's own distribution; unused here.
+            dpace: Weights that follow the drafter's own confidence, in place of the decay.
+        Returns: sum of weight * nll and sum of weights (float32 scalars), and hits bool ``[A, J]``; False where a slot
+            does not count.
         """
         del anchors, features
-        rows = weights.flatten().nonzero().flatten()
-        device = hidden.device
-        loss, hit_rows = weighted_linear_cross_entropy(
-            hidden.flatten(0, 1)[rows.to(device)].to(head.weight.dtype),
+        loss, weight, hits = weighted_linear_cross_entropy(
+            hidden.flatten(0, 1).to(head.weight.dtype),
             head,
-            self._to_draft(labels.flatten()[rows]).to(device),
-            weights.flatten()[rows].to(device),
+            targets.labels.flatten(),
+            targets.weights.flatten(),
+            targets.order,
+            targets.num_rows,
+            dpace,
         )
-        hits = torch.zeros(weights.numel(), dtype=torch.bool, device=device)
-        hits[rows.to(device)] = hit_rows
-        return loss, hits.view(weights.shape)
+        return BlockLoss(loss, weight, hits.view(targets.labels.shape) & (targets.weights > 0))
 
     def hits(self, hidden: Tensor, head: Head, labels: Tensor, valid: Tensor, anchor_ids: Tensor) -> Tensor:
         """Which drafted tokens would be the labels, given that those before them were; bool ``[A, J]`` on the host.

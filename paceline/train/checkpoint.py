@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.files import sha256, staged_folder, sync
 from paceline.models.draft import DFlashDrafter, DraftShape, drafter_class
+from paceline.train.optim import MasterAdamW
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def save(
     folder: Path,
     state: TrainState,
     drafter: DFlashDrafter,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MasterAdamW,
     *,
     keep_last: int,
     keep_every: int | None = None,
@@ -74,8 +74,8 @@ def save(
     place = place_of(folder, state.step)
     try:
         with staged_folder(place) as partial:
-            safetensors.torch.save_file(_on_host(drafter.state_dict()), partial / WEIGHTS)
-            safetensors.torch.save_file(_optimizer_tensors(drafter, optimizer), partial / OPTIMIZER)
+            safetensors.torch.save_file(_on_host(drafter.state_dict() | optimizer.masters), partial / WEIGHTS)
+            safetensors.torch.save_file(_on_host(optimizer.state()), partial / OPTIMIZER)
             _write_json(partial / STATE, {"format": FORMAT, **asdict(state)})
             _write_json(partial / SHAPE, asdict(drafter.shape))
             files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in partial.iterdir()}
@@ -151,14 +151,15 @@ def load_weights(place: Path, drafter: DFlashDrafter) -> None:
         raise CheckpointError(f"{place / WEIGHTS} holds a drafter of another shape: {error}") from error
 
 
-def load_optimizer(place: Path, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer) -> None:
-    """Restore AdamW's moments and step counters. Raises: CheckpointError."""
-    tensors = _read_tensors(place / OPTIMIZER)
-    for name, parameter in drafter.named_parameters():
-        keys = {key: f"{key}.{name}" for key in ("step", "exp_avg", "exp_avg_sq")}
-        if missing := [tensor for tensor in keys.values() if tensor not in tensors]:
-            raise CheckpointError(f"{place / OPTIMIZER} was written by another version: it has no {missing[0]}")
-        optimizer.state[parameter] = {key: tensors[tensor].to(parameter.device) for key, tensor in keys.items()}
+def load_training(place: Path, drafter: DFlashDrafter, optimizer: MasterAdamW, *, is_started: bool) -> None:
+    """Restore weights, masters and, if an update has been made, AdamW's state. Raises: CheckpointError."""
+    load_weights(place, drafter)
+    try:
+        optimizer.load(_read_tensors(place / WEIGHTS), _read_tensors(place / OPTIMIZER) if is_started else None)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{place / OPTIMIZER} was written by another version: it has no {error.args[0]}"
+        ) from error
 
 
 def load_drafter(path: Path | str) -> DFlashDrafter:
@@ -197,16 +198,6 @@ def find(path: Path) -> Path:
         if (place := newest(folder)) is not None:
             return place
     raise CheckpointError(f"{path} holds no complete checkpoint: a run folder or a step-* folder was wanted")
-
-
-def _optimizer_tensors(drafter: DFlashDrafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return _on_host(
-        {
-            f"{key}.{name}": value
-            for name, parameter in drafter.named_parameters()
-            for key, value in optimizer.state[parameter].items()
-        }
-    )
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,11 @@ from paceline.errors import CheckpointError, PacelineError, PipelineError
 from paceline.models.draft import DFlashDrafter
 from paceline.pipeline.local import FeatureStream, MakeFeatures, open_stream
 from paceline.plan.resolve import ResolvedRun
-from paceline.records import FeatureBatch, StepSums
+from paceline.records import StepResult, StepSums
 from paceline.train import checkpoint
 from paceline.train.checkpoint import TrainState
 from paceline.train.metrics import MetricsLog
-from paceline.train.step import TrainStep
+from paceline.train.step import PendingResult, TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,27 @@ class Progress(Protocol):
 
     def step(self, line: dict[str, Any], total_steps: int) -> None:
         """A line of ``metrics.jsonl`` has been written."""
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """An update whose result has not been read.
+
+    Attributes:
+        before: Step and next batch that the run goes back to if the update was left out.
+        step: Updates done with this one.
+        number: Number of its last micro-batch.
+        rows: Data set rows of its micro-batches.
+        queue: Batches that were waiting.
+    """
+
+    result: PendingResult
+    sums: StepSums
+    before: tuple[int, int]
+    step: int
+    number: int
+    rows: list[int]
+    queue: int
 
 
 @dataclass(frozen=True)
@@ -91,9 +113,7 @@ def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState) -> TrainState
                 f"{place} was trained with {name}={trained}, now it would be {now}: the run went on elsewhere, or with "
                 "another version"
             )
-    checkpoint.load_weights(place, trainer.drafter)
-    if state.step:
-        checkpoint.load_optimizer(place, trainer.drafter, trainer.optimizer)
+    checkpoint.load_training(place, trainer.drafter, trainer.optimizer, is_started=state.step > 0)
     if state.best_step is not None:  # the process may have died between saving it and pointing to it
         best = checkpoint.place_of(run.checkpoints, state.best_step)
         if best.is_dir():
@@ -141,6 +161,8 @@ class TrainLoop:
         self._saved_step = state.step if state.step else -1
         self._weights_are_whole = True
         self._totals = StepSums()
+        self._launched: deque[_Launched] = deque()
+        self._settled_at = 0.0
 
     def run(self) -> TrainReport:
         """Train to the end, or until a stop is asked for; the last step is always saved.
@@ -187,33 +209,37 @@ class TrainLoop:
         try:
             ending = self._consume(stream, metrics)
         except PipelineError:
-            self._save_after_failure()
+            self._save_after_failure(metrics)
             raise
         if self._saved_step != self.step:
             self._save()
         return ending
 
     def _consume(self, stream: FeatureStream, metrics: MetricsLog) -> str:
-        sums, began = StepSums(), time.perf_counter()
+        sums, rows = StepSums(), list[int]()
+        self._settled_at = time.perf_counter()
         for features in stream:
             if (reason := self.should_stop()) is not None:
+                self._settle(0, metrics)
                 return reason
-            sums += self._accumulate(features)
             number = features.tokens.number
+            with self._failing_as_drafter(number):
+                sums += self.trainer.accumulate(features)
+            rows.extend(features.tokens.rows)
             if sums.batches < self.resolved.batches_per_step and number + 1 < self.resolved.end_batch:
                 continue
             sums.put_wait_s, sums.get_wait_s = stream.take_waits()
             self._totals += sums
-            if sums.weight == 0:  # no step number is used up
+            if sums.num_rows == 0:  # no step number is used up
                 self.next_batch = number + 1
                 self.skipped_batches += sums.batches
                 log.warning("batches up to %d hold nothing to learn; no step is made of them", number)
             else:
-                with self._failing_as_drafter(number):
-                    self._finish_step(sums, number, stream.num_ready(), began, metrics)
-            sums, began = StepSums(), time.perf_counter()
+                self._finish_step(sums, number, rows, stream.num_ready(), metrics)
+            sums, rows = StepSums(), []
             if self.step >= self.resolved.total_steps:
                 break
+        self._settle(0, metrics)
         is_over = self.step >= self.resolved.total_steps or self.next_batch >= self.resolved.end_batch
         return "finished" if is_over else self.should_stop() or "finished"
 
@@ -229,55 +255,78 @@ class TrainLoop:
                 f"drafter-0 failed on batch {number}: {type(error).__name__}: {error}", role="drafter-0", batch=number
             ) from error
 
-    def _accumulate(self, features: FeatureBatch) -> StepSums:
-        number = features.tokens.number
-        with self._failing_as_drafter(number):
-            sums = self.trainer.accumulate(features)
-        if not math.isfinite(sums.loss):
-            self._weights_are_whole = False  # finite perhaps, but of no use
-            raise PipelineError(
-                f"drafter-0: the loss of batch {number} is {sums.loss}; data set rows {list(features.tokens.rows)}. "
-                "Lower optim.lr in a new run.dir, or look at the rows with `paceline inspect`",
-                role="drafter-0",
-                batch=number,
-            )
-        return sums
-
-    def _finish_step(self, sums: StepSums, number: int, queue: int, began: float, metrics: MetricsLog) -> None:
+    def _finish_step(self, sums: StepSums, number: int, rows: list[int], queue: int, metrics: MetricsLog) -> None:
+        """Launch the update; where nothing is due that needs it, its result is read when the next one is under way."""
         self._weights_are_whole = False
-        try:
-            lr, grad_norm = self.trainer.update(self.step, sums.weight)
-        except FloatingPointError:
-            self._weights_are_whole = True  # nothing was updated
-            raise
+        with self._failing_as_drafter(number):
+            result = self.trainer.update(self.step)
+        before = self.step, self.next_batch
         self.step += 1
         self.next_batch = number + 1
         self._weights_are_whole = True
+        self._launched.append(_Launched(result, sums, before, self.step, number, rows, queue))
+        self._settle(0 if self._is_due(self.step) else self.trainer.depth, metrics)
+
+    def _is_last(self, step: int) -> bool:
+        return step >= self.resolved.total_steps
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the drafter is measured or saved after this step."""
+        measures = self.validate is not None and step % self.config.eval.validate_every == 0
+        return measures or self._is_last(step) or step % self.config.checkpoint.every_steps == 0
+
+    def _settle(self, depth: int, metrics: MetricsLog) -> None:
+        """Read the results of launched updates until `depth` are left; write them down, and measure and save."""
+        while len(self._launched) > depth:
+            launched = self._launched.popleft()
+            with self._failing_as_drafter(launched.number):
+                result = launched.result.read()
+                self._check(launched, result)
+                self._record(launched, result, metrics)
+
+    def _check(self, launched: _Launched, result: StepResult) -> None:
+        """Raises: PipelineError, FloatingPointError; the run is back where the last good update left it then."""
+        if math.isfinite(result.loss) and result.is_finite:
+            return
+        self.step, self.next_batch = launched.before
+        self._launched.clear()  # later updates were left out as well
+        if math.isfinite(result.loss):
+            raise FloatingPointError(f"the gradient norm is {result.grad_norm}; lower optim.lr in a new run.dir")
+        self._weights_are_whole = False  # finite perhaps, but of no use
+        raise PipelineError(
+            f"drafter-0: the loss of batch {launched.number} is {result.loss}; data set rows {launched.rows}. "
+            "Lower optim.lr in a new run.dir, or look at the rows with `paceline inspect`",
+            role="drafter-0",
+            batch=launched.number,
+        )
+
+    def _record(self, launched: _Launched, result: StepResult, metrics: MetricsLog) -> None:
+        step, sums, now = launched.step, launched.sums, time.perf_counter()
         line = {
-            "step": self.step,
-            "batch": number,
-            "loss": sums.loss / sums.weight,
-            "acceptance_length_est": sums.committed / sums.blocks,
-            "lr": lr,
-            "grad_norm": grad_norm,
+            "step": step,
+            "batch": launched.number,
+            "loss": result.loss,
+            "acceptance_length_est": result.committed / sums.blocks,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
             "tokens": sums.tokens,
-            "tok_per_s": sums.tokens / (time.perf_counter() - began),
-            "queue": queue,
+            "tok_per_s": sums.tokens / (now - self._settled_at),
+            "queue": launched.queue,
             "put_wait_s": sums.put_wait_s,
             "get_wait_s": sums.get_wait_s,
         }
-        is_last = self.step >= self.resolved.total_steps
         improved = False
         try:
-            if self.validate is not None and (is_last or self.step % self.config.eval.validate_every == 0):
+            if self.validate is not None and (self._is_last(step) or step % self.config.eval.validate_every == 0):
                 improved = self._measure(self.validate, line)
         finally:
             metrics.write(line)  # also when measuring fails: the step has been made, and will be saved
-        if improved or is_last or self.step % self.config.checkpoint.every_steps == 0:
+        if improved or self._is_last(step) or step % self.config.checkpoint.every_steps == 0:
             place = self._save()
             if improved:
                 checkpoint.point(self.run_folder.checkpoints, "best", place)
         self.progress.step(line, self.resolved.total_steps)
+        self._settled_at = time.perf_counter()
 
     def _measure(self, validate: Validate, line: dict[str, Any]) -> bool:
         """Add the acceptance length on the held-out rows to the step's line; whether it is the best so far."""
@@ -314,8 +363,10 @@ class TrainLoop:
         self.run_folder.event("checkpoint", step=self.step)
         return place
 
-    def _save_after_failure(self) -> None:
+    def _save_after_failure(self, metrics: MetricsLog) -> None:
         """The weights are those of the last complete step: worth keeping, unless that fails as well."""
+        with contextlib.suppress(PacelineError):
+            self._settle(0, metrics)
         if self._saved_step == self.step or self.step == 0 or not self._weights_are_whole:
             return
         try:

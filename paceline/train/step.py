@@ -2,39 +2,87 @@
 
 Gradients are those of the weighted sum over every micro-batch of the step (and every rank), divided once by the sum of
 the weights: a mean of means would favour micro-batches with little to predict.
+
+On a GPU nothing here waits for the device: what has to be known is drawn on the host, what has been computed is read
+one step later, shapes never change, and a small drafter is replayed from a CUDA graph.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from paceline.config import Optim
+from paceline.config import Kernels, Loss, Optim
 from paceline.dflash.acceptance import leading_hits
-from paceline.dflash.anchors import batch_generator, sample_anchors
-from paceline.dflash.blocks import block_positions, make_noise_blocks, tokens_left
-from paceline.kernels.attention import BlockLayout
-from paceline.kernels.linear_cross_entropy import Head
-from paceline.models.draft import DFlashDrafter
-from paceline.records import FeatureBatch, StepSums
-from paceline.train.optim import build_optimizer, learning_rate
+from paceline.kernels.attention import BlockLayout, attend_per_document
+from paceline.kernels.flash4 import FlashMasks, attend_flash4, why_not_flash4
+from paceline.kernels.flash4 import load as load_flash4
+from paceline.kernels.flex import BlockMasks, attend_flex, why_not_flex
+from paceline.kernels.graphs import GraphRunner
+from paceline.kernels.linear_cross_entropy import DPace, Head, chunk_rows
+from paceline.models.draft import Attend, DFlashDrafter, Layout
+from paceline.records import FeatureBatch, StepResult, StepSums
+from paceline.train.inputs import BlockInputs, Staging, draw_blocks
+from paceline.train.optim import MasterAdamW, learning_rate
+
+Run = Callable[..., Any]
+"""Calls a function with its arguments, as it is or compiled."""
+
+
+@dataclass(frozen=True)
+class PendingResult:
+    """The result of an update that may still be under way.
+
+    Attributes:
+        lr: Rate of the update.
+        values: float64 ``[5]`` on the host: sums of loss, weight and committed tokens, gradient norm, failed or not.
+        arrived: Recorded behind the copy to the host; None on the CPU.
+    """
+
+    lr: float
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> StepResult:
+        """Wait until the update is done, and give its result."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, weight, committed, grad_norm, failed = self.values.tolist()
+        return StepResult(
+            loss=loss / weight if weight else 0.0,
+            committed=int(committed),
+            lr=self.lr,
+            grad_norm=grad_norm,
+            is_finite=not failed,
+        )
 
 
 class TrainStep:
     """The drafter with what a step needs around it.
 
     Args:
-        drafter: float32 master weights, on the device of training.
+        drafter: float32, on the device of training; converted to the compute type, its masters are the optimizer's.
         embed: The target's embedding.
         head: The drafter's part of the target's output head, in the compute type.
         num_anchors: A, anchor slots of a micro-batch.
         stratify_anchors: `anchors.stratify`.
-        gamma: Decay length of the loss weights, in positions.
+        loss: Its `gamma` is a number.
         seed: The run's seed; with the batch number it keys the anchors.
         total_steps: Steps that the learning-rate schedule spans.
+        batches_per_step: G, micro-batches of a step.
         dtype: Compute type.
+        recompute: `draft.recompute`.
+
+    Attributes:
+        depth: Updates that may be under way before the result of one is read.
+        attention_note: Which attention is used, and why, in one line.
     """
 
     def __init__(
@@ -46,10 +94,13 @@ class TrainStep:
         *,
         num_anchors: int,
         stratify_anchors: bool = False,
-        gamma: float,
+        loss: Loss,
         seed: int,
         total_steps: int,
+        batches_per_step: int = 1,
         dtype: torch.dtype,
+        kernels: Kernels | None = None,
+        recompute: bool = False,
     ) -> None:
         self.drafter = drafter
         self.embed = embed
@@ -57,59 +108,181 @@ class TrainStep:
         self.optim = optim
         self.num_anchors = num_anchors
         self.stratify_anchors = stratify_anchors
-        self.gamma = gamma
+        self.gamma = float(loss.gamma)
+        self.dpace = DPace(drafter.num_predicted) if loss.kind == "dpace" else None
         self.seed = seed
         self.total_steps = total_steps
         self.dtype = dtype
-        self.optimizer = build_optimizer(drafter, optim)
+        self.device = drafter.fc.weight.device
+        self._is_on_gpu = self.device.type == "cuda"
+        self.depth = 1 if self._is_on_gpu else 0
+        kernels = kernels or Kernels()
+        self._attention, self.attention_note = _choose_attention(kernels, drafter, num_anchors, self.device)
+        self._is_static = self._attention != "per_document"
+        graphs = kernels.cuda_graphs if self._is_static else "off"
+        sums_gradients = dtype != torch.float32 and (batches_per_step > 1 or graphs != "off")
+        self.optimizer = MasterAdamW(drafter, optim, dtype, sums_gradients)
+        self._run: Run = run_compiled if self._is_static and kernels.compile else run_plain
+        if recompute:
+            self._run = functools.partial(checkpoint, self._run, use_reentrant=False, preserve_rng_state=False)
+        self._run_batch = GraphRunner(self._launch_batch, "drafter", graphs)
+        self._run_update = GraphRunner(self._launch_update, "optimizer", graphs)
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, weight, committed
+        self._result = torch.zeros(5, dtype=torch.float64, device=self.device)
+        self._staging: Staging | None = None
+        self._masks: BlockMasks | None = None
+        self._features: FeatureBatch | None = None
 
     def accumulate(self, features: FeatureBatch) -> StepSums:
         """Forward and backward of one micro-batch; gradients of its weighted sum are added up, not yet divided.
 
-        Reading the loss and the hits waits for the device once a micro-batch.
+        Returns: what the host knows of it; `num_rows` 0 means that there was nothing to learn.
         """
-        tokens, shape, device = features.tokens, self.drafter.shape, features.context_feature.device
-        generator = batch_generator(self.seed, tokens.number)
-        anchors = sample_anchors(
-            tokens.loss_mask, tokens.document_ids, self.num_anchors, generator, stratify=self.stratify_anchors
+        tokens, block_size = features.tokens, self.drafter.shape.block_size
+        anchors, inputs, num_rows = draw_blocks(
+            tokens,
+            self.drafter,
+            num_anchors=self.num_anchors,
+            stratify=self.stratify_anchors,
+            gamma=self.gamma,
+            dpace=self.dpace is not None,
+            seed=self.seed,
         )
-        labels, weights = self.drafter.labels_and_weights(tokens, anchors, self.gamma)  # [A, J]
-        left = tokens_left(tokens.loss_mask, tokens.document_ids, anchors, self.drafter.num_predicted + 1)  # [A]
-        sums = StepSums(weight=float(weights.sum()), blocks=anchors.num_kept, tokens=tokens.num_tokens, batches=1)
-        if sums.weight == 0:  # nothing to learn here
+        sums = StepSums(num_rows=num_rows, blocks=anchors.num_kept, tokens=tokens.num_tokens, batches=1)
+        if num_rows == 0:  # nothing to learn here
             return sums
-
-        noise_ids = make_noise_blocks(tokens.input_ids, anchors, shape.block_size, shape.mask_token_id)  # [A, K]
-        positions = block_positions(anchors, tokens.position_ids, shape.block_size)  # [A, K]
-        layout = BlockLayout.of_row(anchors, tokens.document_starts, shape.block_size, len(tokens.input_ids))
-        noise = self.embed(noise_ids.to(device)).to(self.dtype)  # [A, K, D]
-        with torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            feature = features.context_feature.to(self.dtype)
-            context_kv = self.drafter.context_kv(feature, tokens.position_ids.to(device))
-            hidden = self.drafter(noise, positions.to(device), context_kv, layout)  # [A, J, D]
-            loss, hits = self.drafter.loss(hidden, self.head, labels, weights, anchors, features)
-        loss.backward()
-        sums.loss = float(loss.detach())
-        sums.committed = int(torch.minimum(leading_hits(hits).cpu() + 1, left).sum())
+        if self._is_on_gpu:
+            inputs = self._stage(inputs)
+        if self._is_static:
+            self._keep(features)
+            self._run_batch(-(-num_rows // chunk_rows(self.dpace)))
+        else:
+            layout = BlockLayout.of_row(anchors, tokens.document_starts, block_size, len(tokens.input_ids))
+            self._forward_backward(inputs, num_rows, features, layout, attend_per_document)
         return sums
 
-    def update(self, step: int, weight: float) -> tuple[float, float]:
+    def update(self, step: int) -> PendingResult:
         """Divide the gradients by the step's weight, clip, and update; `step` counts the updates before this one.
 
-        Returns: the learning rate, and the gradient norm before clipping.
-        Raises: FloatingPointError if the gradients are not finite; the weights are untouched then.
+        A gradient that is not finite updates nothing, neither now nor later; the result says so.
         """
         lr = learning_rate(step, self.total_steps, self.optim)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        parameters = list(self.drafter.parameters())
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad /= weight
-        grad_norm = float(nn.utils.clip_grad_norm_(parameters, self.optim.clip))
-        if not math.isfinite(grad_norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"the gradient norm is {grad_norm}; lower optim.lr in a new run.dir")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return lr, grad_norm
+        self.optimizer.set_rate(lr)
+        self._run_update()
+        if not self._is_on_gpu:
+            return PendingResult(lr, self._result.clone(), None)
+        values = torch.empty(5, dtype=torch.float64, pin_memory=True)
+        values.copy_(self._result, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return PendingResult(lr, values, arrived)
+
+    @property
+    def graphs_note(self) -> str:
+        """Whether steps are replayed from CUDA graphs, and why, in one line."""
+        return self._run_batch.note
+
+    def last_loss(self) -> Tensor:
+        """Loss of the last update, float64 scalar on the device."""
+        return self._result[0] / self._result[1]
+
+    def drop(self) -> None:
+        """Forget the micro-batches since the last update."""
+        self._sums.zero_()
+        self.optimizer.zero_grad()
+
+    def _stage(self, inputs: BlockInputs) -> BlockInputs:
+        if self._staging is None:
+            self._staging = Staging(inputs, self.device)
+        self._staging.write(inputs)
+        return self._staging.inputs
+
+    def _keep(self, features: FeatureBatch) -> None:
+        """Make the features those that the launches read: in place, once a graph may read them."""
+        if not self._run_batch.needs_fixed_inputs:
+            self._features = features
+            return
+        if self._features is None:
+            self._features = dataclasses.replace(
+                features,
+                context_feature=features.context_feature.clone(),
+                last_hidden=None if features.last_hidden is None else features.last_hidden.clone(),
+            )
+            return
+        self._features.context_feature.copy_(features.context_feature)
+        if self._features.last_hidden is not None and features.last_hidden is not None:
+            self._features.last_hidden.copy_(features.last_hidden)
+
+    def _launch_batch(self, num_chunks: int) -> None:
+        """Everything of a micro-batch that runs on the device, from the staged arrays and the kept features."""
+        assert self._staging is not None and self._features is not None
+        inputs, shape = self._staging.inputs, self.drafter.shape
+        flash4 = self._attention == "flash4"
+        if self._masks is None:
+            self._masks = (FlashMasks if flash4 else BlockMasks)(
+                self.num_anchors,
+                shape.block_size,
+                len(inputs.context_positions),
+                [shape.visibility(i) for i in range(shape.num_hidden_layers)],
+                self.device,
+            )
+        self._masks.update(inputs.anchors, inputs.starts)
+        num_rows = min(num_chunks * chunk_rows(self.dpace), inputs.labels.numel())
+        attend = attend_flash4 if flash4 else attend_flex
+        self._forward_backward(inputs, num_rows, self._features, self._masks, attend)
+
+    def _forward_backward(
+        self, inputs: BlockInputs, num_rows: int, features: FeatureBatch, layout: Layout, attend: Attend
+    ) -> None:
+        drafter = self.drafter
+        noise = self.embed(inputs.noise_ids).to(self.dtype)  # [A, K, D]
+        feature = features.context_feature.to(self.dtype)  # [S, L*D]
+        context_angles = drafter.rotary.angles(inputs.context_positions, self.dtype)
+        context_kv = self._run(drafter.context_kv_at, feature, context_angles)
+        hidden = drafter(noise, inputs.positions, context_kv, layout, attend, self._run)  # [A, J, D]
+        loss, weight, hits = drafter.loss(
+            hidden, self.head, inputs.targets(num_rows), inputs.anchors, features, self.dpace
+        )
+        loss.backward()
+        committed = torch.minimum(leading_hits(hits) + 1, inputs.left).sum()
+        self._sums += torch.stack([loss.detach().double(), weight.double(), committed.double()])
+
+    def _launch_update(self, _variant: int) -> None:
+        norm = self.optimizer.apply(self._sums[1])
+        self._result.copy_(torch.cat([self._sums, norm.double()[None], self.optimizer.failed.double()[None]]))
+        self._sums.zero_()
+
+
+def run_plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a layer or a method as it is."""
+    return function(*args, **kwargs)
+
+
+def run_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a layer or a method compiled, with fixed shapes; layers of one kind share their code."""
+    if isinstance(function, nn.Module):
+        return _compiled(type(function).forward)(function, *args, **kwargs)
+    return _compiled(function.__func__)(function.__self__, *args, **kwargs)  # type: ignore[attr-defined]  # a method
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _choose_attention(
+    kernels: Kernels, drafter: DFlashDrafter, num_anchors: int, device: torch.device
+) -> tuple[str, str]:
+    """``flash4``, ``flex`` or ``per_document``, and why, in one line."""
+    shape, notes = drafter.shape, []
+    if kernels.attention == "per_document":
+        return "per_document", "blocks attend per document, as kernels.attention says"
+    why_not = why_not_flex(num_anchors, shape.block_size, shape.head_dim, device)
+    if why_not is None and kernels.attention == "flash4":
+        why_not_flash = why_not_flash4(shape.head_dim, device, blocks=True)
+        if why_not_flash is None:
+            return "flash4", f"blocks attend by FlashAttention-4 {load_flash4()}"
+        notes.append(why_not_flash)
+    if why_not is None:
+        return "flex", "; ".join(["blocks attend by FlexAttention under masks made from intervals", *notes])
+    return "per_document", f"blocks attend per document: {why_not}"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.eval.decode import CachedTarget, plain_decode, speculative_decode
 from paceline.models import draft
-from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.draft import BlockLoss, DFlashDrafter, DraftShape
 from paceline.train.checkpoint import load_drafter
 from tests.toy import Toy, train
 
@@ -34,10 +34,10 @@ class ShiftedDrafter(DFlashDrafter):
     def default_gamma(cls, block_size: int) -> float:
         return 1.5
 
-    def loss(self, hidden, head, labels, weights, anchors, features) -> tuple[Tensor, Tensor]:
+    def loss(self, hidden, head, targets, anchors, features, dpace=None) -> BlockLoss:
         assert features.last_hidden is not None and features.last_hidden.abs().sum() > 0
-        loss, hits = super().loss(hidden, head, labels, weights, anchors, features)
-        return loss + 1e-3 * (self.previous - 1).square().sum(), hits
+        result = super().loss(hidden, head, targets, anchors, features, dpace)
+        return result._replace(loss=result.loss + 1e-3 * (self.previous - 1).square().sum())
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from paceline.cli import evaluate
+from paceline.config import Optim
 from paceline.errors import ConfigError
 from paceline.export.zlab import export_zlab, load_zlab
 from paceline.train.checkpoint import TrainState, load_drafter, save
+from paceline.train.optim import MasterAdamW
 from tests import tiny
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -59,10 +61,7 @@ def test_eval_writes_one_json_record(ngram: bool, tmp_path: Path, monkeypatch: p
 def test_export_takes_a_run_folder(tmp_path: Path) -> None:
     """A run's newest checkpoint becomes a folder, and the commands to serve it are printed with the right counts."""
     drafter = tiny.drafter()
-    optimizer = torch.optim.AdamW(drafter.parameters())
-    for parameter in drafter.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    optimizer = MasterAdamW(drafter, Optim(), torch.float32, sums_gradients=False)
     run = tmp_path / "run"
     save(run / "checkpoints", TrainState(1, 1, 0, 1, 32, None, None, "t", "d"), drafter, optimizer, keep_last=1)
     result = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out"), "--dtype", "float32"])
@@ -80,10 +79,7 @@ def test_a_part_of_the_vocabulary_goes_as_speculators(tmp_path: Path, monkeypatc
     drafter = tiny.drafter(tiny.draft_shape(draft_vocab_size=90))
     drafter.set_draft_vocab(torch.arange(0, 270, 3))
     run, out = tmp_path / "run", tmp_path / "out"
-    optimizer = torch.optim.AdamW(drafter.parameters())
-    for parameter in drafter.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    optimizer = MasterAdamW(drafter, Optim(), torch.float32, sums_gradients=False)
     save(run / "checkpoints", TrainState(1, 1, 0, 1, 32, None, None, "t", "d"), drafter, optimizer, keep_last=1)
     export = ["export", str(run), "--out", str(out), "--format", "speculators"]
     with pytest.raises(ConfigError, match="--format speculators needs --target"):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from paceline.dflash.anchors import Anchors, batch_generator, make_anchors, sample_anchors
-from paceline.dflash.blocks import block_labels, block_positions, decay_weights, make_noise_blocks
+from paceline.dflash.blocks import BlockTargets, block_labels, block_positions, decay_weights, make_noise_blocks
 from paceline.kernels.attention import BlockLayout, attend_dense, attend_per_document
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.models.draft import DFlashDrafter, RMSNorm, Rotary, drafter_class
+from paceline.models.draft import rotate as rotate_tensor
 from paceline.records import FeatureBatch, TokenBatch
 from tests import oracles, tiny
 
@@ -50,7 +51,7 @@ def run(
     layout = BlockLayout.of_row(anchors, tokens.document_starts, k, len(tokens.input_ids))
     kv = model.context_kv(feature, tokens.position_ids)
     positions = block_positions(anchors, tokens.position_ids, k)
-    return model(table()[noise_ids], positions, kv, layout, attend)
+    return model(table()[noise_ids].to(feature.dtype), positions, kv, layout, attend)
 
 
 # ------------------------------------------------------------------ an independent drafter, one block at a time
@@ -187,7 +188,8 @@ def test_rotary_frequencies(rope: dict[str, Any]) -> None:
     unit = torch.zeros(1, 1, 16)
     unit[..., 0] = 1.0
     angle = 400 * frequencies[0]
-    turned = model.rotary.rotate(unit.bfloat16(), torch.tensor([400]))[0, 0].float()
+    angles = model.rotary.angles(torch.tensor([400]), torch.bfloat16)
+    turned = rotate_tensor(unit.bfloat16(), angles)[0, 0].float()
     assert turned[0].item() == pytest.approx(math.cos(angle) * scale, abs=1e-2)
     assert turned[8].item() == pytest.approx(math.sin(angle) * scale, abs=1e-2)
 
@@ -313,7 +315,7 @@ def test_loss_sums_the_scored_slots_only() -> None:
     unscored = weights == 0
     labels = torch.where(unscored, head.logits(hidden).argmax(-1), labels)  # would be hits if they counted
     features = FeatureBatch(tokens, torch.zeros(30, 64))
-    loss, hits = model.loss(hidden, head, labels, weights, anchors, features)
+    loss, _, hits = model.loss(hidden, head, BlockTargets.of(labels, weights), anchors.positions, features)
     total, wanted = oracles.weighted_loss(
         hidden.flatten(0, 1).double().tolist(), head.weight.double().tolist(), labels.flatten().tolist(),
         weights.flatten().tolist(), head.softcap, head.scale,
@@ -321,7 +323,7 @@ def test_loss_sums_the_scored_slots_only() -> None:
     assert loss.item() == pytest.approx(total, rel=1e-5)
     assert hits.tolist() == (torch.tensor(wanted).view(12, 3) & ~unscored).tolist() and bool(hits[0, 0])
     poisoned = torch.where(unscored[..., None], torch.tensor(float("nan")), hidden)
-    again, _ = model.loss(poisoned, head, labels, weights, anchors, features)
+    again, *_ = model.loss(poisoned, head, BlockTargets.of(labels, weights), anchors.positions, features)
     assert again.item() == loss.item()
 
 
@@ -337,7 +339,9 @@ def test_t04_extra_empty_slots_change_neither_loss_nor_gradient() -> None:
             labels, weights = loss_inputs(model, tokens, anchors)
             model.zero_grad()
             out = run(model, tokens, anchors, feature, attend)
-            loss, hits = model.loss(out, head, labels, weights, anchors, FeatureBatch(tokens, feature))
+            loss, _, hits = model.loss(
+                out, head, BlockTargets.of(labels, weights), anchors.positions, FeatureBatch(tokens, feature)
+            )
             loss.backward()
             results[name, slots] = (loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()})
             assert not hits[3:].any() and math.isfinite(loss.item())
@@ -356,7 +360,9 @@ def test_t04_a_row_without_anchors_has_loss_0_and_finite_gradients() -> None:
     labels, weights = loss_inputs(model, tokens, anchors)
     feature = random_features(tokens)
     out = run(model, tokens, anchors, feature)
-    loss, hits = model.loss(out, Head(table()), labels, weights, anchors, FeatureBatch(tokens, feature))
+    loss, _, hits = model.loss(
+        out, Head(table()), BlockTargets.of(labels, weights), anchors.positions, FeatureBatch(tokens, feature)
+    )
     loss.backward()
     assert loss.item() == 0.0 and weights.sum() == 0 and not hits.any() and out.isfinite().all()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -394,7 +400,9 @@ def first_loss(embedding: Tensor, head: Head, width: int = 32) -> float:
         noise = embed(make_noise_blocks(tokens.input_ids, anchors, 4, 267))
         kv = model.context_kv(feature, tokens.position_ids)
         out = model(noise, block_positions(anchors, tokens.position_ids, 4), kv, layout)
-        loss, _ = model.loss(out, head, labels, weights, anchors, FeatureBatch(tokens, feature))
+        loss, *_ = model.loss(
+            out, head, BlockTargets.of(labels, weights), anchors.positions, FeatureBatch(tokens, feature)
+        )
     return loss.item() / weights.sum().item()
 
 
@@ -438,22 +446,21 @@ def test_initialise_is_keyed_by_its_seed() -> None:
             assert torch.equal(p, torch.ones_like(p))
 
 
-def test_bfloat16_autocast_is_finite_and_close() -> None:
-    """Under bfloat16 autocast loss and float32 gradients are finite and near those of float32."""
+def test_bfloat16_is_finite_and_close() -> None:
+    """A drafter converted to bfloat16 has a finite loss and finite gradients, near those of float32."""
     model, tokens = tiny.drafter(), tiny.row([30, 20], supervised=1.0)
     anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, 12, batch_generator(0, 0))
     labels, weights = loss_inputs(model, tokens, anchors)
     feature, head = random_features(tokens), Head(table() * 0.2)
     losses, grads = [], []
-    for enabled in (False, True):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = run(model, tokens, anchors, feature)
-        used = head.to(torch.bfloat16) if enabled else head
-        loss, _ = model.loss(out, used, labels, weights, anchors, FeatureBatch(tokens, feature))
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype).zero_grad()
+        out = run(model, tokens, anchors, feature.to(dtype))
+        targets = BlockTargets.of(labels, weights)
+        loss, *_ = model.loss(out, head.to(dtype), targets, anchors.positions, FeatureBatch(tokens, feature))
         loss.backward()
         losses.append(loss.item())
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in grads)
+        grads.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
+    assert all(g.isfinite().all() for g in grads)
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
     assert torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=0) > 0.99

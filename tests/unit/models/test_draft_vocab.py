@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.dflash.anchors import batch_generator, sample_anchors
+from paceline.dflash.blocks import BlockTargets
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.models.draft import DFlashDrafter
 from paceline.records import FeatureBatch
@@ -72,7 +73,10 @@ def test_the_loss_is_that_of_the_full_head_with_the_others_ruled_out() -> None:
     tokens = tiny.row((4,))
     features = FeatureBatch(tokens, torch.zeros(4, 64), None)
     anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, 4, batch_generator(0, 0))
-    loss, hits = drafter.loss(hidden, drafter.own_head(head), labels, weights, anchors, features)
+    own_labels = torch.searchsorted(TOKEN_IDS, labels)
+    targets = BlockTargets.of(own_labels, weights)
+    loss, weight, hits = drafter.loss(hidden, drafter.own_head(head), targets, anchors.positions, features)
+    torch.testing.assert_close(weight, weights.sum())
     (gradient,) = torch.autograd.grad(loss, hidden)
 
     masked = torch.full((tiny.VOCAB,), float("-inf")).index_fill(0, TOKEN_IDS, 0.0)

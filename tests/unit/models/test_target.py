@@ -448,8 +448,12 @@ def test_p01_two_documents_in_one_row(attention: str) -> None:
     torch.testing.assert_close(feature[:12], torch.cat(alone), rtol=0, atol=1e-5)
     assert feature.isfinite().all() and not feature[12:].any()
     # the trap: reset positions beside an all-ones mask let document 1 read document 0
-    leaky = target._run(
-        batch.input_ids, position_ids=batch.position_ids[None], attention_mask=torch.ones(1, 16, dtype=torch.int64)
+    leaky = torch.empty_like(feature)
+    target._run(
+        leaky,
+        batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        attention_mask=torch.ones(1, 16, dtype=torch.int64),
     )
     torch.testing.assert_close(leaky[:5], alone[0], rtol=0, atol=1e-5)
     assert (leaky[5] - alone[1][0]).abs().max() > 0.1
@@ -458,7 +462,7 @@ def test_p01_two_documents_in_one_row(attention: str) -> None:
 def test_p01_the_exact_mask() -> None:
     """Case P01: each token sees its own document up to itself; padding sees only itself, so nothing is NaN."""
     target = p01_target("sdpa", "per_document")
-    mask = target._packed_mask(tiny_batch(P01_DOCUMENTS, 16))["full_attention"]
+    mask = target._dense_masks(tiny_batch(P01_DOCUMENTS, 16))["full_attention"]
     assert mask.shape == (1, 1, 16, 16) and mask.dtype == torch.float32
     rows = ["".join("1" if value == 0 else "." for value in row) for row in mask[0, 0].tolist()]
     first = ["1" * (i + 1) + "." * (15 - i) for i in range(5)]
@@ -469,7 +473,7 @@ def test_p01_the_exact_mask() -> None:
 
 def test_the_probe_finds_a_mask_that_is_ignored(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     """With P01's trap in place of the mask the probe says that documents leak, and they run one by one."""
-    monkeypatch.setattr(Target, "_packed_mask", lambda self, tokens: torch.ones(1, len(tokens.input_ids)))
+    monkeypatch.setattr(Target, "_dense_masks", lambda self, tokens: torch.ones(1, len(tokens.input_ids)))
     with caplog.at_level(logging.WARNING, "paceline"):
         target = p01_target("sdpa", "packed")
     assert not target.packed and "one by one" in target.packing_note

@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError
 from paceline.models.draft import DFlashDrafter
 from paceline.train import checkpoint
 from paceline.train.checkpoint import TrainState
-from paceline.train.optim import build_optimizer
+from paceline.train.optim import MasterAdamW
 from tests import tiny
 
 
@@ -23,14 +23,19 @@ def state(step: int) -> TrainState:
     return TrainState(step, 2 * step, 0, 100, 32, None, None, "target", "data")
 
 
-def trained() -> tuple[DFlashDrafter, torch.optim.AdamW]:
-    """A drafter after one update, so that its moments exist."""
-    torch.manual_seed(0)
+def fresh(dtype: torch.dtype = torch.float32) -> tuple[DFlashDrafter, MasterAdamW]:
     drafter = DFlashDrafter(tiny.draft_shape())
-    optimizer = build_optimizer(drafter, Optim())
+    return drafter, MasterAdamW(drafter, Optim(), dtype, sums_gradients=False)
+
+
+def trained(dtype: torch.dtype = torch.float32) -> tuple[DFlashDrafter, MasterAdamW]:
+    """A drafter after one update, so that its moments are not 0."""
+    torch.manual_seed(0)
+    drafter, optimizer = fresh(dtype)
     for parameter in drafter.parameters():
         parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
+    optimizer.set_rate(1e-3)
+    optimizer.apply(torch.ones(()))
     return drafter, optimizer
 
 
@@ -39,19 +44,32 @@ def save(folder: Path, step: int, keep_last: int = 9, drafter: DFlashDrafter | N
     return checkpoint.save(folder, state(step), drafter or model, optimizer, keep_last=keep_last)
 
 
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    """Weights, moments, step counters and the state are equal after loading."""
-    drafter, optimizer = trained()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Weights, masters, moments, step counters and the state are equal after loading; the file holds the masters."""
+    drafter, optimizer = trained(dtype)
     place = checkpoint.save(tmp_path, state(5), drafter, optimizer, keep_last=2)
-    fresh = DFlashDrafter(tiny.draft_shape())
-    fresh_optimizer = build_optimizer(fresh, Optim())
-    checkpoint.load_weights(place, fresh)
-    checkpoint.load_optimizer(place, fresh, fresh_optimizer)
+    other, other_optimizer = fresh(dtype)
+    checkpoint.load_training(place, other, other_optimizer, is_started=True)
     assert checkpoint.load_state(place) == state(5)
-    for old, new in zip(drafter.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(old, new)
-        for key, value in optimizer.state[old].items():
-            assert torch.equal(value, fresh_optimizer.state[new][key])
+    for old, new in zip(drafter.parameters(), other.parameters(), strict=True):
+        assert torch.equal(old, new) and new.dtype == dtype
+    for name, master in optimizer.masters.items():
+        assert torch.equal(master, other_optimizer.masters[name])
+        assert torch.equal(checkpoint.load_drafter(place).get_parameter(name), master)
+    assert other_optimizer.count == 1
+    for name, value in optimizer.state().items():
+        assert torch.equal(value, other_optimizer.state()[name])
+
+
+def test_a_state_of_another_version_is_named(tmp_path: Path) -> None:
+    """A moment that is missing is named, with the file."""
+    drafter, optimizer = trained()
+    del optimizer.masters["norm.weight"]
+    place = checkpoint.save(tmp_path, state(5), drafter, optimizer, keep_last=2)
+    other, other_optimizer = fresh()
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors .* it has no exp_avg.norm.weight"):
+        checkpoint.load_training(place, other, other_optimizer, is_started=True)
 
 
 def test_only_safetensors_and_json_are_written(tmp_path: Path) -> None:

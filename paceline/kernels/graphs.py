@@ -1,0 +1,92 @@
+"""CUDA graphs for work that is launch-bound, found out by measuring.
+
+A small model's kernels are shorter than the time it takes to launch them. Recorded once and replayed as a graph, they
+follow one another without gaps. A large model gains nothing and keeps its memory free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+
+import torch
+
+log = logging.getLogger(__name__)
+
+WARM_UP_CALLS = 2
+"""Calls before the measured one: compiling and the choice of kernels happen in the first, caches fill in the second."""
+
+LAUNCH_BOUND = 0.8
+"""Share of the device's time that launching takes from which on work counts as launch-bound."""
+
+
+class GraphRunner:
+    """Runs work on the device, and replays it from a CUDA graph once that is known to pay.
+
+    The work may read only tensors that stay in place and must leave its results in such; it may not wait for the
+    device. It is called as it is for `WARM_UP_CALLS`, then once between two events; where the host needed most of that
+    time to launch it, every later call is a replay.
+
+    Args:
+        work: The launches; its argument says which variant of the work, each with a graph of its own.
+        name: For the log.
+        mode: ``auto``, ``on`` (no measurement) or ``off``.
+    """
+
+    def __init__(self, work: Callable[[int], None], name: str, mode: str) -> None:
+        self._work = work
+        self._name = name
+        self._mode = mode
+        self._calls = 0
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.note = "not measured yet" if mode == "auto" else f"CUDA graphs {mode}, as kernels.cuda_graphs says"
+        """Why work is replayed or not, in one line."""
+        self.is_replaying = False
+
+    @property
+    def needs_fixed_inputs(self) -> bool:
+        """Whether a graph reads the inputs, or may come to."""
+        return self._mode != "off" and (self.is_replaying or self._calls <= WARM_UP_CALLS)
+
+    def __call__(self, variant: int = 0) -> None:
+        """Do the work."""
+        self._calls += 1
+        if self._mode == "off" or self._calls <= WARM_UP_CALLS:
+            self._work(variant)
+        elif self._calls == WARM_UP_CALLS + 1:
+            self._measure(variant)
+        elif not self.is_replaying:
+            self._work(variant)
+        else:
+            if variant not in self._graphs:
+                self._graphs[variant] = self._record(variant)
+            self._graphs[variant].replay()
+
+    def _measure(self, variant: int) -> None:
+        if self._mode == "on":
+            self.is_replaying = True
+            self._work(variant)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        started = time.perf_counter()
+        self._work(variant)
+        host_ms = 1e3 * (time.perf_counter() - started)
+        end.record()
+        end.synchronize()
+        device_ms = begin.elapsed_time(end)
+        self.is_replaying = host_ms > LAUNCH_BOUND * device_ms
+        self.note = (
+            f"{'replayed from a CUDA graph' if self.is_replaying else 'launched kernel by kernel'}: launching takes "
+            f"{host_ms:.1f} ms of {device_ms:.1f} ms"
+        )
+        log.info("%s is %s", self._name, self.note)
+
+    def _record(self, variant: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._work(variant)
+        return graph

@@ -1,0 +1,173 @@
+"""The fast path of one GPU against the CPU's: the same features, losses and gradients, and no hidden cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.config import Kernels, Loss, Optim
+from paceline.models.target import Target
+from paceline.records import FeatureBatch, TokenBatch
+from paceline.train.step import TrainStep
+from tests import tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LENGTH = 384
+WIDE = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+LAUNCHED = Kernels(cuda_graphs="off")
+
+
+def wide_target(family: str, folder: Path, **kwargs: Any) -> Target:
+    """A tiny target whose heads are wide enough for the kernels."""
+    if not folder.exists():
+        tiny.save(tiny.causal_lm(family, **WIDE), folder)
+    return Target.load(str(folder), **kwargs)
+
+
+def rows() -> list[TokenBatch]:
+    """Ragged rows: many documents, one long one, holes in what is supervised, padding."""
+    return [
+        tiny.row([40, 3, 150, 61, 90], LENGTH, seed=1, number=0),
+        tiny.row([384], LENGTH, seed=2, number=1, supervised=0.95),
+        tiny.row([9, 200, 30], LENGTH, seed=3, number=2, supervised=0.4),
+    ]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative error by norms."""
+    found, wanted = found.double().cpu(), wanted.double().cpu()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_packed_features_are_those_of_documents_alone(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Through compiled layers and block masks each document has the features that it has alone on the CPU."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = tmp_path / family
+    packed = wide_target(family, folder, dtype=dtype, device="cuda", row_length=LENGTH)
+    alone = wide_target(family, folder)
+    assert packed.route == "flex" and "not compiled" not in packed.packing_note, packed.packing_note
+    for tokens in rows():
+        found, wanted = packed.features(tokens).context_feature, alone.features(tokens).context_feature
+        assert not found[tokens.num_tokens :].any()
+        for start, end in tokens.spans:
+            assert error(found[start:end], wanted[start:end]) < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def make_step(target: Target, device: str, **more: Any) -> TrainStep:
+    """A drafter of three layers, one of them sliding, beside a target."""
+    types = ("full_attention", "sliding_attention", "full_attention")
+    shape = tiny.draft_shape(
+        num_hidden_layers=3, layer_types=types, sliding_window=37, head_dim=32, block_size=16, target_layer_ids=(0, 2)
+    )
+    drafter = tiny.drafter(shape).to(device)
+    dtype = more.get("dtype", torch.float32)
+    settings: dict[str, Any] = {
+        "num_anchors": 64, "loss": Loss(gamma=5.0), "seed": 5, "total_steps": 100, "dtype": dtype, "kernels": LAUNCHED,
+    }  # fmt: skip
+    return TrainStep(drafter, target.embed, target.head.to(dtype), Optim(lr=1e-3), **settings | more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu-step") / "target"
+
+
+def on_device(batch: FeatureBatch, dtype: torch.dtype) -> FeatureBatch:
+    return dataclasses.replace(batch, context_feature=batch.context_feature.to("cuda", dtype))
+
+
+@pytest.mark.parametrize("loss", [Loss(gamma=5.0), Loss(kind="dpace", gamma=5.0)], ids=["decay", "dpace"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_is_the_cpus(folder: Path, dtype: torch.dtype, loss: Loss) -> None:
+    """Loss, hits and every gradient of ragged rows equal those of the CPU's reference."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    here, there = (wide_target("llama", folder, device=d, layer_ids=(0, 2)) for d in ("cpu", "cuda"))
+    reference = make_step(here, "cpu", loss=loss)
+    step = make_step(there, "cuda", loss=loss, dtype=dtype, batches_per_step=3)
+    assert step.attention_note.startswith("FlexAttention")
+    for tokens in rows():
+        features = here.features(tokens)
+        assert step.accumulate(on_device(features, dtype)) == reference.accumulate(features)
+    exact = dtype == torch.float32
+    found, wanted = step.optimizer.gradients(), reference.optimizer.gradients()
+    for name, gradient in wanted.items():
+        assert error(found[name], gradient) < (1e-4 if exact else 0.15), name
+    one, other = step.update(0).read(), reference.update(0).read()
+    assert one.loss == pytest.approx(other.loss, rel=1e-5 if exact else 2e-2)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4 if exact else 5e-2)
+    assert abs(one.committed - other.committed) <= (0 if exact else 0.2 * other.committed)
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_no_hidden_cost(folder: Path, graphs: str) -> None:
+    """A warm step asks the driver for no memory, compiles nothing and does not wait for the device, on ragged rows."""
+    from torch._dynamo.utils import counters
+
+    kernels = Kernels(cuda_graphs=graphs)  # type: ignore[arg-type]  # one of its values
+    target = wide_target(
+        "llama", folder, device="cuda", dtype=torch.bfloat16, layer_ids=(0, 2), row_length=LENGTH, kernels=kernels
+    )
+    step = make_step(target, "cuda", dtype=torch.bfloat16, kernels=kernels)
+    batches = rows()
+
+    def run(i: int) -> None:
+        step.accumulate(target.features(batches[i % 3]))
+        results.append(step.update(i))
+
+    results: list[Any] = []
+    for i in range(12):
+        run(i)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["num_device_alloc"], counters["stats"]["unique_graphs"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for i in range(12, 18):
+            run(i)
+        torch.cuda.set_sync_debug_mode("default")
+    assert [str(w.message) for w in caught if "called a synchronizing" in str(w.message)] == []
+    assert (torch.cuda.memory_stats()["num_device_alloc"], counters["stats"]["unique_graphs"]) == before
+    losses = [pending.read().loss for pending in results]
+    assert losses[-1] < losses[0] and step._run_batch.is_replaying == (graphs == "on")
+
+
+def test_graphs_and_repetition_change_no_bit(folder: Path) -> None:
+    """Eight updates give the same losses launched kernel by kernel, launched again, and replayed."""
+    runs = []
+    for graphs in ("off", "off", "on"):
+        kernels = Kernels(cuda_graphs=graphs)  # type: ignore[arg-type]  # one of its values
+        target = wide_target(
+            "llama", folder, device="cuda", dtype=torch.bfloat16, layer_ids=(0, 2), row_length=LENGTH, kernels=kernels
+        )
+        # a step of two micro-batches sums its gradients in float32, as a graph does
+        step = make_step(target, "cuda", dtype=torch.bfloat16, kernels=kernels, batches_per_step=2)
+        losses = []
+        for i in range(8):
+            for tokens in rows()[:2]:
+                step.accumulate(target.features(tokens))
+            losses.append(step.update(i).read())
+        runs.append(losses)
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_recomputing_changes_no_bit(folder: Path) -> None:
+    """Layers that are computed again in the backward pass give the same gradients."""
+    target = wide_target("llama", folder, device="cuda", dtype=torch.bfloat16, layer_ids=(0, 2), row_length=LENGTH)
+    found = []
+    for recompute in (False, True):
+        step = make_step(target, "cuda", dtype=torch.bfloat16, recompute=recompute)
+        step.accumulate(target.features(rows()[0]))
+        found.append({name: gradient.clone() for name, gradient in step.optimizer.gradients().items()})
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
