@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from paceline import __version__
-from paceline.config import Optim
+from paceline.config import Loss, Optim
 from paceline.models.draft import DFlashDrafter, DraftShape
 from paceline.models.loading import TargetShape, default_layer_ids
 from paceline.models.target import Target
@@ -102,7 +102,7 @@ def build_trainer(target: Target, num_anchors: int, block_size: int, dtype: torc
         target.head.to(dtype),
         Optim(),
         num_anchors=num_anchors,
-        gamma=4.0,
+        loss=Loss(gamma=4.0),
         seed=0,
         total_steps=100,
         dtype=dtype,
@@ -120,10 +120,10 @@ def measure(small: bool, dtype: torch.dtype) -> dict[str, Any]:
     tokens = TokenBatch.pack(0, [(i, ids, mask) for i in range(4)], length)
 
     features, target_s = _timed(lambda: target.features(tokens))
-    sums, step_s = _timed(lambda: trainer.accumulate(features))
-    _, update_s = _timed(lambda: trainer.update(0, sums.weight), prepare=lambda: trainer.accumulate(features))
-    if not math.isfinite(sums.loss):
-        raise SystemExit(f"the loss is {sums.loss}: these timings would mean nothing")
+    _, step_s = _timed(lambda: trainer.accumulate(features))
+    pending, update_s = _timed(lambda: trainer.update(0), prepare=lambda: trainer.accumulate(features))
+    if not math.isfinite(loss := pending.read().loss):
+        raise SystemExit(f"the loss is {loss}: these timings would mean nothing")
     target_median, step_median = statistics.median(target_s), statistics.median(step_s)
     return {
         "shape": {"hidden": hidden_size, "target_layers": num_layers, "vocab": vocab_size, "tokens": length},

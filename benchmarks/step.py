@@ -1,0 +1,377 @@
+"""One training step on one GPU: target, drafter, optimizer, as `paceline train` runs them, on random weights.
+
+    python -m benchmarks.step --out benchmarks/results/step-h200.json       # every case, about 6 minutes
+    python -m benchmarks.step --cases qwen3-8b --seconds 6
+    python -m benchmarks.step --cases tiny --device cpu --seconds 0.1       # does it run at all?
+
+The work unit is DESIGN's: Qwen3-8B's shape, 5 draft layers, K = 16, full vocabulary, 12,288 packed tokens, 2,048
+anchors, every token supervised, bf16 with float32 masters, an update each micro-batch. Its floor is the work in matrix
+products (attention apart) at the rate at which this card multiplies matrices for seconds on end, measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+STARTED = time.perf_counter()
+
+import numpy as np  # noqa: E402  # the clock of a cold start begins before the imports
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks import shapes, timing  # noqa: E402
+from paceline import __version__  # noqa: E402
+from paceline.config import Kernels, Loss, Optim  # noqa: E402
+from paceline.models.draft import DraftShape  # noqa: E402
+from paceline.models.loading import default_layer_ids  # noqa: E402
+from paceline.models.target import Target  # noqa: E402
+from paceline.records import TokenBatch  # noqa: E402
+from paceline.train.step import TrainStep  # noqa: E402
+
+NUM_BATCHES = 6
+"""Rows that are used in turn."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed.
+
+    Attributes:
+        target: Name in `shapes.CONFIGS`.
+        tokens: S.
+        lengths: How long documents are: ``equal``, ``uniform`` or ``chat``.
+        document: Tokens of a document (the longest, where they differ).
+    """
+
+    name: str
+    target: str
+    tokens: int
+    document: int
+    lengths: str = "equal"
+    kernels: Kernels = Kernels()
+    block_size: int = 16
+    num_layers: int = 5
+    batches_per_step: int = 1
+
+    @property
+    def num_anchors(self) -> int:
+        """A: one for every six tokens, in whole tiles of 128 rows."""
+        tile = 128 // self.block_size if self.block_size < 128 else 1
+        return max(tile, self.tokens // 6 // tile * tile)
+
+
+WORK_UNIT = Case("qwen3-8b", "qwen3-8b", 12_288, 3072)
+SMALL = Case("smollm2-135m", "smollm2-135m", 8192, 2048)
+EAGER = Kernels(compile=False, cuda_graphs="off")
+CASES = [
+    WORK_UNIT,
+    replace(WORK_UNIT, name="qwen3-8b-uniform", lengths="uniform"),
+    replace(WORK_UNIT, name="qwen3-8b-chat", lengths="chat"),
+    SMALL,
+    replace(SMALL, name="smollm2-135m-launched", kernels=Kernels(cuda_graphs="off")),
+    replace(SMALL, name="smollm2-135m-eager", kernels=EAGER),
+    Case("qwen3-0.6b", "qwen3-0.6b", 12_288, 3072),
+    Case("tiny", "tiny", 512, 128, "uniform"),
+]
+
+
+def document_lengths(case: Case, generator: np.random.Generator) -> Iterator[int]:
+    """Lengths of documents, without end."""
+    while True:
+        if case.lengths == "equal":
+            yield case.document
+        elif case.lengths == "uniform":
+            yield int(generator.integers(case.document // 6, case.document + 1))
+        else:  # chats: a median of some 450 tokens, and a long tail
+            yield int(np.clip(generator.lognormal(np.log(450), 0.9), 32, case.document))
+
+
+def make_rows(case: Case, vocab_size: int) -> list[TokenBatch]:
+    """Packed rows, every token supervised, filled as training's packer fills them: to 98 % and more."""
+    generator = np.random.default_rng(0)
+    lengths = document_lengths(case, generator)
+    rows = []
+    for number in range(NUM_BATCHES):
+        documents: list[tuple[int, Tensor, Tensor]] = []
+        left = case.tokens
+        while left >= max(64, case.tokens // 100):
+            n = min(left, next(lengths))
+            ids = torch.from_numpy(generator.integers(0, vocab_size - 1, n))
+            documents.append((len(documents), ids, torch.ones(n, dtype=torch.bool)))
+            left -= n
+        rows.append(TokenBatch.pack(number, documents, case.tokens))
+    return rows
+
+
+class Bench:
+    """Target and drafter of a case, and its step."""
+
+    def __init__(self, case: Case, device: torch.device, fp8: bool = False) -> None:
+        self.case, self.device = case, device
+        config = shapes.CONFIGS[case.target]()
+        self.target_shape = shapes.target_shape(config)
+        self.layer_ids = default_layer_ids(self.target_shape.num_layers)
+        on_gpu = device.type == "cuda"
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        model = shapes.random_target(config, device, dtype, num_layers=self.layer_ids[-1] + 1)
+        more = {"fp8": True} if fp8 else {}
+        self.target = Target(
+            model, self.target_shape, self.layer_ids, kernels=case.kernels, row_length=case.tokens, **more
+        )
+        self.draft_shape = replace(
+            shapes.draft_shape(self.target_shape, self.layer_ids, num_layers=case.num_layers),
+            block_size=case.block_size,
+        )
+        self.trainer = TrainStep(
+            shapes.random_drafter(self.draft_shape, device),
+            self.target.embed,
+            self.target.head,
+            Optim(),
+            num_anchors=case.num_anchors,
+            loss=Loss(gamma=7.0),
+            seed=0,
+            total_steps=10_000,
+            batches_per_step=case.batches_per_step,
+            dtype=dtype,
+            kernels=case.kernels,
+        )
+        self.rows = make_rows(case, self.target_shape.vocab_size)
+        self.count = 0
+        self.counts = {"tokens": 0, "blocks": 0, "predictions": 0}
+
+    def step(self) -> Tensor:
+        """Target, drafter, update; the loss, on the device."""
+        for _ in range(self.case.batches_per_step):
+            row = self.rows[self.count % len(self.rows)]
+            self.count += 1
+            sums = self.trainer.accumulate(self.target.features(row))
+            self.counts = {"tokens": sums.tokens, "blocks": sums.blocks, "predictions": sums.num_rows}
+        self.trainer.update(self.count)
+        return self.trainer.last_loss()
+
+    def mean_counts(self) -> dict[str, float]:
+        """Tokens, anchor blocks and supervised predictions of a step, averaged over the rows."""
+        counts = []
+        for row in self.rows:
+            sums = self.trainer.accumulate(self.target.features(row))
+            counts.append((sums.tokens, sums.blocks, sums.num_rows))
+        self.trainer.drop()
+        tokens, blocks, predictions = np.mean(counts, axis=0) * self.case.batches_per_step
+        return {"tokens": tokens, "blocks": blocks, "predictions": predictions}
+
+
+def useful_flop(case: Case, draft: DraftShape, target_parameters: int, counts: dict[str, float]) -> float:
+    """Floating-point operations of a step's matrix products, attention apart; useful ones only.
+
+    The target's layers run forward over every token; the drafter's layers forward and twice as much backward over every
+    slot; the fused context's weights, keys and values; the head forward and once backward over what it predicts.
+    Source: the accounting of the project's plan, 2 per multiply-add.
+    """
+    d, i = draft.hidden_size, draft.intermediate_size
+    q, kv = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
+    layer = d * (2 * q + 2 * kv) + 3 * d * i
+    slots = case.num_anchors * draft.block_size * case.batches_per_step
+    tokens = counts["tokens"]
+    target = 2 * target_parameters * tokens
+    layers = 6 * draft.num_hidden_layers * layer * slots
+    first = 6 * d * (q + 2 * kv) * slots * (1 - 1 / draft.block_size)  # projected once for all mask slots
+    last = 6 * (q * d + 3 * d * i) * slots / draft.block_size  # slot 0 leaves after the last attention
+    fuse = 4 * len(draft.target_layer_ids) * d * d * tokens
+    context = 6 * draft.num_hidden_layers * 2 * d * kv * tokens
+    head = 4 * d * draft.vocab_size * counts["predictions"]
+    return target + layers - first - last + fuse + context + head
+
+
+def matmul_rate(seconds: float = 2.0) -> float:
+    """TFLOP/s at which this card multiplies 8192 x 8192 bfloat16 matrices without a pause."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for warm in (True, False):
+        calls, started = 0, time.perf_counter()
+        begin.record()
+        while time.perf_counter() - started < (1.5 if warm else seconds):
+            for _ in range(20):
+                torch.mm(a, b, out=out)
+            calls += 20
+            torch.cuda.synchronize()
+        end.record()
+        torch.cuda.synchronize()
+    return 2 * 8192**3 * calls / begin.elapsed_time(end) / 1e9
+
+
+def stage_times(bench: Bench, steps: int = 5) -> dict[str, float]:
+    """Milliseconds of the device in target, micro-batch and update, by events: medians."""
+    stages: dict[str, list[tuple[Any, Any]]] = {"target": [], "drafter": [], "update": []}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = work()
+        end.record()
+        stages[name].append((begin, end))
+        return result
+
+    for i in range(steps):
+        row = bench.rows[i % len(bench.rows)]
+        features = timed("target", lambda row=row: bench.target.features(row))
+        timed("drafter", lambda features=features: bench.trainer.accumulate(features))
+        timed("update", lambda: bench.trainer.update(bench.count))
+    torch.cuda.synchronize()
+    return {name: float(np.median([b.elapsed_time(e) for b, e in pairs])) for name, pairs in stages.items()}
+
+
+KERNELS = {
+    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "splitK"),
+    "attention": ("flex_attention", "tem_fused", "flash", "sdpa", "cudnn", "fmha"),
+    "loss rows": ("_row_kernel", "cross_entropy", "_fused_kernel", "_statistics", "_gradient"),
+    "adamw": ("adamw", "_update_kernel"),
+}
+"""Parts of kernels' names, by what they do; the first that fits counts."""
+
+
+def kernel_times(bench: Bench, steps: int = 3) -> dict[str, Any]:
+    """Milliseconds of kernels a step by kind, the longest kernels, and the share of time in which no kernel ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            bench.step()
+        torch.cuda.synchronize()
+    spans, by_kind, by_name = [], {}, {}
+    for event in profiler.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        ms = event.time_range.elapsed_us() / 1e3 / steps
+        spans.append((event.time_range.start, event.time_range.end))
+        kind = next((k for k, parts in KERNELS.items() if any(p in event.name for p in parts)), "other")
+        by_kind[kind] = by_kind.get(kind, 0.0) + ms
+        by_name[event.name] = by_name.get(event.name, 0.0) + ms
+    spans.sort()
+    busy, reach = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    longest = sorted(by_name.items(), key=lambda item: -item[1])[:14]
+    return {
+        "by_kind_ms": {kind: round(ms, 2) for kind, ms in sorted(by_kind.items(), key=lambda item: -item[1])},
+        "longest_ms": {name[:90]: round(ms, 2) for name, ms in longest},
+        "kernels_per_step": len(spans) / steps,
+        "idle_frac": 1.0 - busy / (reach - spans[0][0]),
+    }
+
+
+def hidden_costs(bench: Bench, steps: int = 3) -> dict[str, float]:
+    """What a step may not do: ask the driver for memory, compile again, or wait for the device; each a step."""
+    from torch._dynamo.utils import counters
+
+    def allocs() -> int:
+        return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
+
+    before = allocs(), counters["stats"]["unique_graphs"], sum(counters["recompiles"].values())
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            bench.step()
+    torch.cuda.set_sync_debug_mode("default")
+    syncs = [str(w.message) for w in caught if "called a synchronizing" in str(w.message)]
+    where = sorted({f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)})
+    return {
+        "device_allocs_per_step": (allocs() - before[0]) / steps,
+        "recompiles_per_step": (counters["stats"]["unique_graphs"] - before[1]) / steps,
+        "host_syncs_per_step": len(syncs) / steps,
+        **({"synced_at": where} if where else {}),
+    }
+
+
+def run_case(
+    case: Case, device: torch.device, seconds: float, warmup: float, rate: float | None, fp8: bool
+) -> dict[str, Any]:
+    """Time a case, and say where its time goes."""
+    bench = Bench(case, device, fp8)
+    built_s = time.perf_counter() - STARTED
+    measured = timing.measure(bench.step, seconds, warmup, device=device, compile_calls=4)
+    first_s = [round(s, 2) for s in measured.pop("compile_s")]
+    counts = bench.mean_counts()
+    parameters = sum(p.numel() for p in bench.target._trunk.layers.parameters())
+    flop = useful_flop(case, bench.draft_shape, parameters, counts)
+    step_s = measured["median_ms"] / 1e3
+    result: dict[str, Any] = {
+        "ms_per_step": measured["median_ms"],
+        "tok_per_s": counts["tokens"] / step_s,
+        "blocks_per_s": counts["blocks"] / step_s,
+        "predictions_per_s": counts["predictions"] / step_s,
+        "useful_tflop": flop / 1e12,
+        "useful_tflop_per_s": flop / step_s / 1e12,
+        "built_s": built_s,
+        "first_steps_s": first_s,
+        "route": bench.target.packing_note,
+        "attention": bench.trainer.attention_note,
+        "graphs": bench.trainer.graphs_note,
+        **{key: value for key, value in measured.items() if key not in ("median_ms", "samples")},
+    }
+    if rate is not None:
+        result["share_of_matmul"] = flop / step_s / 1e12 / rate
+    if device.type == "cuda":
+        result |= {"stages_ms": stage_times(bench), **hidden_costs(bench), "kernels": kernel_times(bench)}
+    return result
+
+
+def main() -> None:
+    """Run the cases, print them, and write the result file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES if case.name != "tiny"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--warmup", type=float, default=3.0)
+    parser.add_argument("--fp8", action="store_true", help="Target in fp8.")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    device = torch.device(options.device)
+    on_gpu = device.type == "cuda"
+    rate = matmul_rate() if on_gpu else None
+    results: dict[str, Any] = {}
+    for case in (case for case in CASES if case.name in options.cases):
+        try:
+            results[case.name] = run_case(case, device, options.seconds, options.warmup, rate, options.fp8)
+        except torch.OutOfMemoryError as error:
+            results[case.name] = {"failed": str(error).splitlines()[0]}
+        brief = {k: v for k, v in results[case.name].items() if k not in ("ms",)}
+        print(case.name, json.dumps(brief, indent=1), flush=True)
+        torch._dynamo.reset()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+    summary = {
+        "command": " ".join(["python -m benchmarks.step", *sys.argv[1:]]),
+        "machine": torch.cuda.get_device_name() if on_gpu else platform.machine(),
+        "matmul_tflop_per_s": rate,
+        "versions": {
+            "paceline": __version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
+        },
+        "compile_cache": os.environ.get("TORCHINDUCTOR_CACHE_DIR", "default"),
+        "cases": results,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
