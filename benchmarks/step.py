@@ -41,6 +41,8 @@ from paceline.models.target import Target  # noqa: E402
 from paceline.records import TokenBatch  # noqa: E402
 from paceline.train.step import TrainStep  # noqa: E402
 
+IMPORTED_S = time.perf_counter() - STARTED
+
 NUM_BATCHES = 6
 """Rows that are used in turn."""
 
@@ -65,6 +67,7 @@ class Case:
     block_size: int = 16
     num_layers: int = 5
     batches_per_step: int = 1
+    fp8: bool = False
 
     @property
     def num_anchors(self) -> int:
@@ -76,11 +79,18 @@ class Case:
 WORK_UNIT = Case("qwen3-8b", "qwen3-8b", 12_288, 3072)
 SMALL = Case("smollm2-135m", "smollm2-135m", 8192, 2048)
 EAGER = Kernels(compile=False, cuda_graphs="off")
+FLASH4 = Kernels(attention="flash4")
 CASES = [
     WORK_UNIT,
     replace(WORK_UNIT, name="qwen3-8b-uniform", lengths="uniform"),
     replace(WORK_UNIT, name="qwen3-8b-chat", lengths="chat"),
+    replace(WORK_UNIT, name="qwen3-8b-flash4", kernels=FLASH4),
+    replace(WORK_UNIT, name="qwen3-8b-uniform-flash4", lengths="uniform", kernels=FLASH4),
+    replace(WORK_UNIT, name="qwen3-8b-chat-flash4", lengths="chat", kernels=FLASH4),
+    replace(WORK_UNIT, name="qwen3-8b-fp8", fp8=True),
+    replace(WORK_UNIT, name="qwen3-8b-fp8-flash4", fp8=True, kernels=FLASH4),
     SMALL,
+    replace(SMALL, name="smollm2-135m-flash4", kernels=FLASH4),
     replace(SMALL, name="smollm2-135m-launched", kernels=Kernels(cuda_graphs="off")),
     replace(SMALL, name="smollm2-135m-eager", kernels=EAGER),
     Case("qwen3-0.6b", "qwen3-0.6b", 12_288, 3072),
@@ -119,7 +129,7 @@ def make_rows(case: Case, vocab_size: int) -> list[TokenBatch]:
 class Bench:
     """Target and drafter of a case, and its step."""
 
-    def __init__(self, case: Case, device: torch.device, fp8: bool = False) -> None:
+    def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
         config = shapes.CONFIGS[case.target]()
         self.target_shape = shapes.target_shape(config)
@@ -127,10 +137,16 @@ class Bench:
         on_gpu = device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
         model = shapes.random_target(config, device, dtype, num_layers=self.layer_ids[-1] + 1)
-        more = {"fp8": True} if fp8 else {}
+        weights_s = time.perf_counter() - STARTED
         self.target = Target(
-            model, self.target_shape, self.layer_ids, kernels=case.kernels, row_length=case.tokens, **more
+            model,
+            self.target_shape,
+            self.layer_ids,
+            kernels=case.kernels,
+            row_length=case.tokens,
+            fp8=case.fp8,
         )
+        self.since_start_s = {"imports": IMPORTED_S, "weights": weights_s, "target": time.perf_counter() - STARTED}
         self.draft_shape = replace(
             shapes.draft_shape(self.target_shape, self.layer_ids, num_layers=case.num_layers),
             block_size=case.block_size,
@@ -299,10 +315,10 @@ def hidden_costs(bench: Bench, steps: int = 3) -> dict[str, float]:
 
 
 def run_case(
-    case: Case, device: torch.device, seconds: float, warmup: float, rate: float | None, fp8: bool
+    case: Case, device: torch.device, seconds: float, warmup: float, rate: float | None, details: bool
 ) -> dict[str, Any]:
     """Time a case, and say where its time goes."""
-    bench = Bench(case, device, fp8)
+    bench = Bench(case, device)
     built_s = time.perf_counter() - STARTED
     measured = timing.measure(bench.step, seconds, warmup, device=device, compile_calls=4)
     first_s = [round(s, 2) for s in measured.pop("compile_s")]
@@ -317,16 +333,17 @@ def run_case(
         "predictions_per_s": counts["predictions"] / step_s,
         "useful_tflop": flop / 1e12,
         "useful_tflop_per_s": flop / step_s / 1e12,
-        "built_s": built_s,
+        "since_start_s": {**bench.since_start_s, "drafter": built_s, "second step": built_s + sum(first_s[:2])},
         "first_steps_s": first_s,
         "route": bench.target.packing_note,
+        "fp8": bench.target.quantization_note,
         "attention": bench.trainer.attention_note,
         "graphs": bench.trainer.graphs_note,
         **{key: value for key, value in measured.items() if key not in ("median_ms", "samples")},
     }
     if rate is not None:
         result["share_of_matmul"] = flop / step_s / 1e12 / rate
-    if device.type == "cuda":
+    if device.type == "cuda" and details:
         result |= {"stages_ms": stage_times(bench), **hidden_costs(bench), "kernels": kernel_times(bench)}
     return result
 
@@ -338,7 +355,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--warmup", type=float, default=3.0)
-    parser.add_argument("--fp8", action="store_true", help="Target in fp8.")
+    parser.add_argument("--brief", action="store_true", help="Times alone, without looking into a step.")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -348,15 +365,22 @@ def main() -> None:
     results: dict[str, Any] = {}
     for case in (case for case in CASES if case.name in options.cases):
         try:
-            results[case.name] = run_case(case, device, options.seconds, options.warmup, rate, options.fp8)
-        except torch.OutOfMemoryError as error:
-            results[case.name] = {"failed": str(error).splitlines()[0]}
+            results[case.name] = run_case(case, device, options.seconds, options.warmup, rate, not options.brief)
+        except Exception as error:  # one case that fails must not cost the others' results
+            results[case.name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            logging.exception("%s failed", case.name)
         brief = {k: v for k, v in results[case.name].items() if k not in ("ms",)}
         print(case.name, json.dumps(brief, indent=1), flush=True)
         torch._dynamo.reset()
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
+        if options.out:
+            write(options.out, results, rate, on_gpu)
+
+
+def write(out: Path, results: dict[str, Any], rate: float | None, on_gpu: bool) -> None:
+    """The result file, as far as there are results."""
     summary = {
         "command": " ".join(["python -m benchmarks.step", *sys.argv[1:]]),
         "machine": torch.cuda.get_device_name() if on_gpu else platform.machine(),
@@ -369,8 +393,7 @@ def main() -> None:
         "compile_cache": os.environ.get("TORCHINDUCTOR_CACHE_DIR", "default"),
         "cases": results,
     }
-    if options.out:
-        options.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON o
 def run_checks() -> list[dict[str, Any]]:
     """One record a check: name, ok, what was seen, and the fix (empty when there is nothing to do)."""
     return [_python(), _package("torch", (2, 11), (2, 15)), _package("transformers", (5, 17), (6,)), *_devices(),
-            _memory(), _disk()]  # fmt: skip
+            *_kernels(), _memory(), _disk()]  # fmt: skip
 
 
 def _check(name: str, ok: bool, seen: str, fix: str = "") -> dict[str, Any]:
@@ -67,6 +67,25 @@ def _devices() -> list[dict[str, Any]]:
         checks.append(_check("cuda", False, f"a driver, but torch {torch.__version__} sees no GPU", fix))
     else:
         checks.append(_check("cuda", True, "no GPU; the CPU will be used"))
+    return checks
+
+
+def _kernels() -> list[dict[str, Any]]:
+    """Kernels that a GPU can use besides PyTorch's own; none of them is needed."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    checks = []
+    for name, package, use, extra in (
+        ("fla", "fla-core", "hybrid targets run packed", "gpu"),
+        ("flash4", "flash-attn-4", "kernels.attention=flash4 is possible", "fa4"),
+    ):
+        try:
+            seen = f"{package} {importlib.metadata.version(package)}: {use}"
+            checks.append(_check(name, True, seen))
+        except importlib.metadata.PackageNotFoundError:
+            checks.append(_check(name, True, f"without {package}; with `pip install 'paceline[{extra}]'` {use}"))
     return checks
 
 

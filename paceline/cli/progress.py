@@ -42,7 +42,7 @@ class TrainProgress:
         except (OSError, SystemExit):  # nobody reads any more (rich exits then); the run matters more
             self._quiet = True
 
-    def start(self, config: RunConfig, resolved: ResolvedRun, step: int, packing_note: str) -> None:
+    def start(self, config: RunConfig, resolved: ResolvedRun, step: int, notes: list[str]) -> None:
         """The run is about to train its first step."""
         draft = resolved.draft
         self.phase(
@@ -51,7 +51,8 @@ class TrainProgress:
             f"{resolved.num_anchors} anchors in batches of {config.pipeline.tokens_per_batch} tokens; "
             f"{resolved.total_steps} steps on {config.run.device}" + (f", going on after step {step}" if step else "")
         )
-        self.phase(packing_note)
+        for note in notes:
+            self.phase(note)
         if self._live:
             self._bar = Bar(
                 BarColumn(bar_width=24),

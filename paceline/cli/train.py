@@ -124,6 +124,9 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
     progress.phase("loading the target and the data")
     resolved, _ = resolve_config(config)
     with run.lock():
+        compiles = resolved.config.run.device.startswith("cuda") and resolved.config.kernels.compile
+        if compiles:
+            progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
         target = load_target(resolved.config)
         packing = "packed" if target.packed else "per_document"
         config = resolved.config.model_copy(
@@ -146,7 +149,10 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         run.write_config(config)
         run.write_json("run.json", _run_record(resolved, target, trainer, state.step))
         run.event("resumed" if state.step else "started", step=state.step)
-        progress.start(config, resolved, state.step, target.packing_note)
+        notes = [target.packing_note, target.quantization_note, trainer.attention_note]
+        if compiles:
+            notes.append("the first step compiles the drafter's layers: some 40 seconds the first time on a machine")
+        progress.start(config, resolved, state.step, [note for note in notes if note])
 
         on_cpu = target.device == torch.device("cpu")
         cache = FeatureCache(int(config.pipeline.feature_cache_gib * 2**30)) if on_cpu else None
@@ -189,6 +195,8 @@ def load_target(config: RunConfig) -> Target:
 
     torch.set_num_threads(int(config.topology.threads))
     torch.use_deterministic_algorithms(config.run.deterministic)
+    if config.run.device.startswith("cuda"):
+        keep_compiled_kernels()
     if config.run.deterministic:  # cuBLAS is deterministic only with a fixed workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     assert not isinstance(config.target.layer_ids, str)  # it is resolved
@@ -206,6 +214,21 @@ def load_target(config: RunConfig) -> Target:
         row_length=int(config.pipeline.tokens_per_batch),
         fp8=config.target.fp8,
     )
+
+
+def keep_compiled_kernels() -> None:
+    """Keep what is compiled for a GPU in the user's cache: the default is a folder for temporary files."""
+    from paceline.models.assets import default_cache_dir
+
+    folder = default_cache_dir() / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold code
+    except OSError as error:
+        log.warning("compiled kernels are not kept in %s: %s", folder, error.strerror)
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash4"))
 
 
 def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:

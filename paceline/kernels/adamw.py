@@ -57,11 +57,18 @@ def squared_norm(grads: Iterable[Tensor]) -> Tensor:
     The same bits for the same gradients: sums of chunks, then of tensors, in float32 and without atomics. A few
     launches for all tensors of one type. Not finite if any gradient is not.
     """
+    grads = [grad.detach() for grad in grads]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    if _has_kernels(grads[0].device):
+        from paceline.kernels.adamw_triton import sums_of_squares  # Triton is there on CUDA hosts alone
+
+        return sums_of_squares(grads).double().sum()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad.detach())  # tensors of mixed types would be launched singly
+        by_dtype.setdefault(grad.dtype, []).append(grad)  # tensors of mixed types would be handled singly
     norms = [norm for same in by_dtype.values() for norm in torch._foreach_norm(same, 2, dtype=torch.float32)]
-    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return torch.stack(norms).double().square().sum()
 
 
 def _has_kernels(device: torch.device) -> bool:

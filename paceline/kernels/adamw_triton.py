@@ -1,4 +1,4 @@
-"""The update of `adamw` on CUDA, one launch a tensor. Imports Triton, and so is imported by CUDA code only."""
+"""What `adamw` does on CUDA, one launch a tensor. Imports Triton, and so is imported by CUDA code only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,35 @@ from torch import Tensor
 BLOCK = 1024
 """Elements of one program: four for each thread of its 8 warps, so that float32 and bfloat16 tensors are spread alike
 over the threads. With eight, values would change threads through shared memory."""
+
+SPAN = 32
+"""Blocks whose squares one program sums up."""
+
+
+def sums_of_squares(grads: list[Tensor]) -> Tensor:
+    """Sums of squares of spans of contiguous tensors on one device, one after another: float32 ``[spans]``."""
+    counts = [triton.cdiv(grad.numel(), SPAN * BLOCK) for grad in grads]
+    sums = torch.empty(sum(counts), dtype=torch.float32, device=grads[0].device)
+    start = 0
+    with torch.cuda.device_of(sums):
+        for grad, count in zip(grads, counts, strict=True):
+            if count:
+                _squares_kernel[(count,)](
+                    grad, sums[start:], grad.numel(), SPAN=SPAN, BLOCK=BLOCK, num_warps=8
+                )  # fmt: skip
+            start += count
+    return sums
+
+
+@triton.jit
+def _squares_kernel(grad, sums, num, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * (SPAN * BLOCK) + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in range(SPAN):
+        g = tl.load(grad + at, mask=at < num, other=0.0).to(tl.float32)
+        total += g * g
+        at += BLOCK
+    tl.store(sums + tl.program_id(0), tl.sum(total, axis=0))
 
 
 def update_(

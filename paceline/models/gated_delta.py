@@ -132,6 +132,8 @@ def forward_kwargs(cu_seqlens: Tensor, device: torch.device | str | None = None)
     if _kernels is not None and _kernels.takes_chunks and cu_seqlens.device.type == "cpu":
         kwargs["chunk_indices"] = _chunk_indices(cu_seqlens)
     for name, tensor in kwargs.items():
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # else the copy would wait for the device
         kwargs[name] = tensor.to(device, non_blocking=True, copy=True)
         torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)
     return kwargs

@@ -154,6 +154,8 @@ def load_causal_lm(
     if model.device.type != torch.device(device).type:  # quantised models may refuse to be moved even to where they are
         model = model.to(device)
     model.eval()
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # SDPA leaves the soft cap of scores out (Transformers 5.17)
     gated_delta.enable(model.get_decoder())
     model.quantization_note = note
     if note:

@@ -149,9 +149,12 @@ class Target:
             module.register_forward_hook(self._capture(place))
         self._num_captured = len(tapped)
         documents = _probe_documents(shape.vocab_size)
-        if fp8:
-            self.quantization_note = self._use_fp8(documents)
+        self._compiles = self.device.type == "cuda" and self._kernels.compile and not fp8
         self.route, self.packing_note = self._choose_route(packing, documents)
+        if fp8:  # after the probe: rounding this coarse would look like a leak
+            self.quantization_note = self._use_fp8(documents)
+            if self.route in ("flash4", "flex") and self.device.type == "cuda" and self._kernels.compile:
+                self._compiled = CompiledLayers(self._trunk.layers)
 
     @classmethod
     def load(
@@ -317,8 +320,12 @@ class Target:
             with compiled:
                 self._run(lane.slot, row.input_ids, position_ids=row.position_ids, attention_mask=masks, **more)
 
-        # gated-delta layers get arrays of the row's own sizes
-        can_replay = self.device.type == "cuda" and not gated_delta.is_hybrid(self._trunk)
+        # gated-delta layers get arrays of the row's own sizes; a thread beside the drafter's would record its launches
+        can_replay = (
+            self.device.type == "cuda"
+            and not gated_delta.is_hybrid(self._trunk)
+            and threading.current_thread() is threading.main_thread()
+        )
         launcher = GraphRunner(launch, "target", self._kernels.cuda_graphs if can_replay else "off")
         lane = _Lane(row, self._slot(length, dtype), launcher)
         return lane
@@ -408,7 +415,7 @@ class Target:
             load_flash4()
         self._library_attention = config._attn_implementation
         config._attn_implementation = ATTENTION
-        if on_gpu and self._kernels.compile and self._compiled is None:
+        if self._compiles and self._compiled is None:
             self._compiled = CompiledLayers(self._trunk.layers)
         return None
 

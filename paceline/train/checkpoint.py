@@ -75,7 +75,7 @@ def save(
     try:
         with staged_folder(place) as partial:
             safetensors.torch.save_file(_on_host(drafter.state_dict() | optimizer.masters), partial / WEIGHTS)
-            safetensors.torch.save_file(_on_host(optimizer.state()), partial / OPTIMIZER)
+            safetensors.torch.save_file(_on_host(optimizer.state(state.step)), partial / OPTIMIZER)
             _write_json(partial / STATE, {"format": FORMAT, **asdict(state)})
             _write_json(partial / SHAPE, asdict(drafter.shape))
             files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in partial.iterdir()}

@@ -43,7 +43,6 @@ class MasterAdamW:
     Attributes:
         masters: float32 by name.
         exp_avg, exp_avg_sq: AdamW's averages, float32 by name.
-        count: Updates done, those left out included.
         failed: float32 scalar on the device: 1 once a gradient was not finite.
     """
 
@@ -56,20 +55,28 @@ class MasterAdamW:
         self._parameters = dict(drafter.named_parameters())
         self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.count = 0
         device = next(iter(self.masters.values())).device
         self.failed = torch.zeros((), device=device)
         self._hyper = torch.zeros(4, device=device)
-        self._sums = {name: torch.zeros_like(m) for name, m in self.masters.items()} if sums_gradients else None
-        if self._sums is not None:
-            for name, parameter in self._parameters.items():
-                parameter.register_post_accumulate_grad_hook(_adding_to(self._sums[name]))
+        self._sums: dict[str, Tensor] | None = None
+        if sums_gradients:
+            self.sum_gradients()
 
-    def set_rate(self, lr: float) -> None:
-        """Say the rate of the next update, and count it; the rest of it, `apply`, reads device memory only."""
-        self.count += 1
+    def sum_gradients(self) -> None:
+        """From now on keep float32 sums of gradients, in place for good: for several micro-batches, and for graphs."""
+        if self._sums is not None:
+            return
+        self._sums = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        for name, parameter in self._parameters.items():
+            add = _adding_to(self._sums[name])
+            if parameter.grad is not None:
+                add(parameter)
+            parameter.register_post_accumulate_grad_hook(add)
+
+    def set_rate(self, lr: float, step: int) -> None:
+        """Say the rate of the update that follows `step` finished ones; `apply` then reads device memory only."""
         beta1, beta2 = self.optim.betas
-        hyper = torch.tensor([lr, 1.0 - beta1**self.count, 1.0 - beta2**self.count], dtype=torch.float32)
+        hyper = torch.tensor([lr, 1.0 - beta1 ** (step + 1), 1.0 - beta2 ** (step + 1)], dtype=torch.float32)
         if self._hyper.is_cuda:
             hyper = hyper.pin_memory()
         self._hyper[:3].copy_(hyper, non_blocking=True)
@@ -114,9 +121,9 @@ class MasterAdamW:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        """What an update needs beside the masters, under the names of a checkpoint."""
-        count = torch.tensor(float(self.count))
+    def state(self, step: int) -> dict[str, Tensor]:
+        """What an update needs beside the masters after `step` updates, under the names of a checkpoint."""
+        count = torch.tensor(float(step))
         return {
             f"{key}.{name}": value
             for name in self.masters
@@ -136,7 +143,6 @@ class MasterAdamW:
             if state is not None:
                 self.exp_avg[name].copy_(state[f"exp_avg.{name}"])
                 self.exp_avg_sq[name].copy_(state[f"exp_avg_sq.{name}"])
-                self.count = int(state[f"step.{name}"])
 
 
 def _adding_to(total: Tensor) -> Callable[[Tensor], None]:

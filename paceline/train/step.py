@@ -120,13 +120,14 @@ class TrainStep:
         self._attention, self.attention_note = _choose_attention(kernels, drafter, num_anchors, self.device)
         self._is_static = self._attention != "per_document"
         graphs = kernels.cuda_graphs if self._is_static else "off"
-        sums_gradients = dtype != torch.float32 and (batches_per_step > 1 or graphs != "off")
-        self.optimizer = MasterAdamW(drafter, optim, dtype, sums_gradients)
+        self.optimizer = MasterAdamW(
+            drafter, optim, dtype, sums_gradients=dtype != torch.float32 and batches_per_step > 1
+        )
         self._run: Run = run_compiled if self._is_static and kernels.compile else run_plain
         if recompute:
             self._run = functools.partial(checkpoint, self._run, use_reentrant=False, preserve_rng_state=False)
-        self._run_batch = GraphRunner(self._launch_batch, "drafter", graphs)
-        self._run_update = GraphRunner(self._launch_update, "optimizer", graphs)
+        self._run_batch = GraphRunner(self._launch_batch, "drafter", graphs, self.optimizer.sum_gradients)
+        self._replay_update = GraphRunner(self._launch_update, "optimizer", "on")
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, weight, committed
         self._result = torch.zeros(5, dtype=torch.float64, device=self.device)
         self._staging: Staging | None = None
@@ -167,8 +168,11 @@ class TrainStep:
         A gradient that is not finite updates nothing, neither now nor later; the result says so.
         """
         lr = learning_rate(step, self.total_steps, self.optim)
-        self.optimizer.set_rate(lr)
-        self._run_update()
+        self.optimizer.set_rate(lr, step)
+        if self._run_batch.is_replaying:  # gradients then stay in place
+            self._replay_update()
+        else:
+            self._launch_update(0)
         if not self._is_on_gpu:
             return PendingResult(lr, self._result.clone(), None)
         values = torch.empty(5, dtype=torch.float64, pin_memory=True)

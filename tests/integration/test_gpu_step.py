@@ -96,7 +96,7 @@ def test_a_step_is_the_cpus(folder: Path, dtype: torch.dtype, loss: Loss) -> Non
     here, there = (wide_target("llama", folder, device=d, layer_ids=(0, 2)) for d in ("cpu", "cuda"))
     reference = make_step(here, "cpu", loss=loss)
     step = make_step(there, "cuda", loss=loss, dtype=dtype, batches_per_step=3)
-    assert step.attention_note.startswith("FlexAttention")
+    assert "FlexAttention" in step.attention_note
     for tokens in rows():
         features = here.features(tokens)
         assert step.accumulate(on_device(features, dtype)) == reference.accumulate(features)

@@ -157,3 +157,19 @@ def test_updates_without_a_copy_or_elements() -> None:
     )
     assert not (master == before).any()
     test_adamw.test_no_elements()
+
+
+@interpreted
+@pytest.mark.usefixtures("_kernels")
+def test_squared_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of tensors of any size and both types add up, and one that is not finite shows."""
+    from paceline.kernels import adamw_triton
+
+    monkeypatch.setattr(adamw_triton, "SPAN", 3)
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(n, generator=generator).to(kind) for n, kind in
+             ((1, torch.float32), (1000, torch.bfloat16), (0, torch.float32), (192, torch.float32))]  # fmt: skip
+    wanted = sum(float(grad.double().square().sum()) for grad in grads)
+    assert float(adamw.squared_norm(grads)) == pytest.approx(wanted, rel=1e-6)
+    grads[1][999] = float("inf")
+    assert not adamw.squared_norm(grads).isfinite()

@@ -34,7 +34,7 @@ def trained(dtype: torch.dtype = torch.float32) -> tuple[DFlashDrafter, MasterAd
     drafter, optimizer = fresh(dtype)
     for parameter in drafter.parameters():
         parameter.grad = torch.randn_like(parameter)
-    optimizer.set_rate(1e-3)
+    optimizer.set_rate(1e-3, 0)
     optimizer.apply(torch.ones(()))
     return drafter, optimizer
 
@@ -57,9 +57,8 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype
     for name, master in optimizer.masters.items():
         assert torch.equal(master, other_optimizer.masters[name])
         assert torch.equal(checkpoint.load_drafter(place).get_parameter(name), master)
-    assert other_optimizer.count == 1
-    for name, value in optimizer.state().items():
-        assert torch.equal(value, other_optimizer.state()[name])
+    for name, value in optimizer.state(5).items():
+        assert torch.equal(value, other_optimizer.state(5)[name])
 
 
 def test_a_state_of_another_version_is_named(tmp_path: Path) -> None:

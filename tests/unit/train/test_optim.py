@@ -55,7 +55,7 @@ def test_updates_are_those_of_pytorchs_adamw() -> None:
             group["lr"] = 1e-2 / (step + 1)
         reference.step()
         reference.zero_grad()
-        optimizer.set_rate(1e-2 / (step + 1))
+        optimizer.set_rate(1e-2 / (step + 1), step)
         torch.testing.assert_close(optimizer.apply(weight), norm)
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
@@ -82,10 +82,10 @@ def test_masters_keep_what_copies_round_away() -> None:
     drafter = tiny.drafter()
     optimizer = MasterAdamW(drafter, Optim(warmup_ratio=0.0), torch.bfloat16, sums_gradients=False)
     before = {name: master.clone() for name, master in optimizer.masters.items()}
-    for _ in range(20):
+    for step in range(20):
         for parameter in drafter.parameters():
             parameter.grad = torch.ones_like(parameter)
-        optimizer.set_rate(1e-4)
+        optimizer.set_rate(1e-4, step)
         optimizer.apply(torch.ones(()))
     for name, parameter in drafter.named_parameters():
         torch.testing.assert_close(optimizer.masters[name], before[name] - 20e-4, rtol=0, atol=1e-5)
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_not_finite_ends_all_updates(bad: float) -> None:
         give_gradients(drafter, 1)
         if poison:
             drafter.norm.weight.grad[3] = bad
-        optimizer.set_rate(1e-2)
+        optimizer.set_rate(1e-2, 0)
         return optimizer.apply(torch.ones(()))
 
     update(False)

@@ -143,7 +143,7 @@ def test_bfloat16_trains_float32_masters(target: Target) -> None:
         step = make_step(target, dtype=dtype)
         assert {p.dtype for p in step.drafter.parameters()} == {dtype}
         losses[dtype] = result_of(step, features)[1].loss
-        assert {value.dtype for value in (*step.optimizer.masters.values(), *step.optimizer.state().values())} == {
+        assert {value.dtype for value in (*step.optimizer.masters.values(), *step.optimizer.state(1).values())} == {
             torch.float32
         }
         assert all(value.any() for value in step.optimizer.exp_avg.values())

@@ -1,0 +1,98 @@
+"""Packed rows by FlexAttention, forward on the CPU, and layers that cannot be compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from paceline.config import Kernels
+from paceline.models.packed import CompiledLayers, layer_windows, packed_attention
+from tests import tiny
+
+FLEX = Kernels(attention="flex")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_flex_features_are_those_of_documents_alone(family: str, tmp_path: Path) -> None:
+    """Documents of any length, also of one token and beside padding, have the features that they have alone."""
+    packed = tiny.target(family, tmp_path / family, packing="packed", kernels=FLEX)
+    alone = tiny.target(family, tmp_path / family, packing="per_document")
+    assert packed.route == "flex" and "FlexAttention" in packed.packing_note
+    for lengths, seed in (((5, 17, 1, 60), 1), ((120,), 2), ((64, 64), 3)):
+        tokens = tiny.row(lengths, 128, seed=seed)
+        found, wanted = packed.features(tokens).context_feature, alone.features(tokens).context_feature
+        assert float((found - wanted).norm() / wanted.norm()) < 2e-6
+        assert not found[tokens.num_tokens :].any()
+    ids = tokens.input_ids[:64]
+    torch.testing.assert_close(packed.document_features(ids), alone.document_features(ids), rtol=1e-4, atol=1e-5)
+
+
+def test_another_shape_of_row_gets_masks_of_its_own(tmp_path: Path) -> None:
+    """Rows of two lengths in turn disturb neither each other nor themselves."""
+    target = tiny.target("llama", tmp_path / "llama", packing="packed", kernels=FLEX)
+    short, long = tiny.row([30, 20], 64, seed=1), tiny.row([100, 20], 192, seed=2)
+    first = [target.features(tokens).context_feature for tokens in (short, long)]
+    again = [target.features(tokens).context_feature for tokens in (short, long)]
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_hybrid_layers_are_not_run_by_flex_alone(tmp_path: Path) -> None:
+    """Block masks do not stop what gated-delta layers carry on: the probe sees it, on whatever route."""
+    target = tiny.target("qwen3_5", tmp_path / "hybrid", packing="packed", kernels=FLEX)
+    assert target.route == "one_by_one" and "flex: differs by" in target.packing_note
+
+
+def test_windows_of_kinds_of_layers() -> None:
+    """Windows follow from the configuration; kinds of layers that masks cannot express are refused."""
+    assert layer_windows(tiny.target_config("llama")) == {"": None}
+    assert layer_windows(tiny.target_config("gemma3")) == {"full_attention": None, "sliding_attention": 4}
+    assert layer_windows(tiny.target_config("mistral", sliding_window=9)) == {"": 9}
+    unknown = transformers.LlamaConfig()
+    unknown.layer_types = ["chunked_attention"]
+    assert layer_windows(unknown) is None
+
+
+def test_attention_with_sinks_is_refused() -> None:
+    """What neither kernel computes is not computed wrongly."""
+    x = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match="sinks"):
+        packed_attention(nn.Module(), x, x, x, torch.zeros(1, 1, 4, 4), s_aux=torch.zeros(2))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) + 1
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that the compiler refuses has its MLP compiled, with one line that says so; outside rows nothing is."""
+    compiled: list[str] = []
+
+    def compile_(function: Any, **_: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if isinstance(function.__self__, Layer):
+                raise RuntimeError("graph break\nmore")
+            compiled.append(type(function.__self__).__name__)
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    layers, x = nn.ModuleList([Layer(), Layer()]), torch.ones(1, 2)
+    wanted = [layer(x) for layer in layers]
+    rows = CompiledLayers(layers)
+    assert torch.equal(layers[0](x), wanted[0]) and not compiled
+    for _ in range(2):
+        with rows:
+            assert all(torch.equal(layer(x), want) for layer, want in zip(layers, wanted, strict=True))
+    assert compiled == ["Linear"] * 4
+    assert rows.notes == ["Layer is not compiled, its MLP alone is: graph break"]
