@@ -37,6 +37,7 @@ from paceline.models.target import Target
 from paceline.records import TokenBatch
 from paceline.train.step import PendingResult, TrainStep
 
+STARTED = time.perf_counter()
 RESULTS = Path(__file__).parent / "results"
 SUSTAINED_TFLOP_PER_S = 670.0
 NUM_BATCHES = 4
@@ -107,14 +108,21 @@ class Bench:
         return {"target": statistics.median(target_ms), "drafter": statistics.median(drafter_ms)}
 
 
+def say(text: str) -> None:
+    """A line with the time since the start: some phases take a minute."""
+    print(f"{time.perf_counter() - STARTED:6.1f} s  {text}", flush=True)
+
+
 def build(case: Case, device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> Bench:
     """Random target and drafter on the device, and rows for them."""
     config = shapes.CONFIGS[case.name]()
     shape = shapes.target_shape(config)
     layer_ids = default_layer_ids(shape.num_layers)
     model = shapes.random_target(config, device, dtype, num_layers=layer_ids[-1] + 1)
+    say("the target's weights are made; now its kernels are built and packed rows are tried")
     packing = "packed" if device.type == "cpu" else "auto"
     target = Target(model, shape, layer_ids, packing, feature_dtype=dtype, row_length=sum(case.lengths))
+    say(target.packing_note)
     heads = case.heads or (None, None, None)
     draft = shapes.draft_shape(
         shape,
@@ -179,6 +187,7 @@ def run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     target, draft = bench.target, bench.trainer.drafter.shape
     print(f"{case.name}: {target.packing_note}; drafter's attention: {bench.trainer.attention_note}")
     error = packed_against_alone(target, bench.batches[0])
+    say("timing, the drafter's kernels being built first")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what documents alone left behind is of no use to a packed row
     timing = measure(bench.step, options.seconds, options.warmup, device=device, min_steps=3)

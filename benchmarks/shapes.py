@@ -8,6 +8,7 @@ a multiplication and an addition are two, and only what the result depends on co
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -186,8 +187,8 @@ def random_target(
 ) -> Any:
     """A causal LM with random weights, every tensor made on the device in its type.
 
-    Matrices are N(0, 0.02), norms neutral; gated-delta layers decay slowly enough that a document which leaked into
-    the next would show. The language-model head is there, as the drafter shares it.
+    Matrices are normal, of sizes as in trained models, norms neutral; gated-delta layers decay slowly enough that a
+    document which leaked into the next would show. The language-model head is there, as the drafter shares it.
 
     Args:
         config: Left as it is.
@@ -208,11 +209,25 @@ def random_target(
     return model.requires_grad_(False).eval()
 
 
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "experts.down_proj")
+"""Matrices whose products are added to the residual stream."""
+
+
 @torch.no_grad()
 def _fill(model: nn.Module, generator: torch.Generator) -> None:
-    for name, parameter in model.named_parameters():  # a tied weight comes once
+    """Weights of a size that a trained model's have: with all matrices alike, each layer would double the rounding
+    error of the one before, and no comparison of bfloat16 or fp8 features would say anything."""
+    parameters = dict(model.named_parameters())  # a tied weight comes once
+    num_layers = max(1, sum(name.endswith("down_proj.weight") for name in parameters))
+    is_tied = not any(name.startswith("lm_head") for name in parameters)
+    for name, parameter in parameters.items():
         if parameter.dim() > 1:
-            parameter.normal_(0.0, 0.02, generator=generator)
+            std = 0.02
+            if name.endswith(RESIDUAL_OUTPUTS):
+                std = 0.02 / math.sqrt(2 * num_layers)
+            elif name.endswith("embed_tokens.weight") and not is_tied:
+                std = 1.0
+            parameter.normal_(0.0, std, generator=generator)
         elif name.endswith("A_log"):
             parameter.uniform_(0.01, 1.0, generator=generator).log_()
         elif name.endswith("bias") and not name.endswith("dt_bias"):

@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from paceline.config import default_gamma
@@ -33,10 +34,17 @@ from paceline.records import FeatureBatch, TokenBatch
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Any, Visibility], Tensor]
 """Attention of blocks: query, context key and value, block key and value, what the layout has for the layer, and what
 the layer sees; `attend_per_document` is the one that says shapes."""
+Run = Callable[..., Any]
+"""Calls a part of the drafter with its arguments: as it is, or compiled."""
 ContextKV = list[tuple[Tensor, Tensor]]
 """Rotated keys and values ``[S, M, H]`` of the context, one pair a layer."""
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine of rotary angles, ``[..., 1, H/2]`` each."""
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a part of the drafter as it is."""
+    return function(*args)
 
 
 class BlockLoss(NamedTuple):
@@ -200,18 +208,31 @@ class DraftLayer(nn.Module):
         attend: Attend,
         seen: Any,
         visibility: Visibility,
-        distinct: Tensor | None = None,
-        first_slot: int = 0,
+        run: Run,
+        distinct: Tensor | None,
+        first_slot: int,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after the attention, and what the MLP adds to it: the next norm adds them in float32.
+        """The residual stream behind the attention, and what the MLP adds to it; arguments as those of the parts.
+
+        Args:
+            seen: What the layout has for this layer.
+            run: Calls each part.
+        """
+        x, query, key, value = run(self.project, x, delta, angles, distinct)
+        attended = run(attend, query, *context_kv, key, value, seen, visibility)
+        return run(self.complete, x, attended, first_slot)
+
+    def project(
+        self, x: Tensor, delta: Tensor | None, angles: Angles, distinct: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What stands before the attention: the residual stream, and the blocks' query, key and value, rotated.
 
         Args:
             x: ``[A, K, D]`` residual stream.
-            delta: ``[A, K, D]``, what the layer before adds to it; None: nothing.
-            seen: What the layout has for this layer.
+            delta: ``[A, K, D]``, what the layer before adds to it; None: nothing. The norm adds them in float32.
             distinct: ``[A + 1, D]``: the rows that `x` is made of, if it is a block's input: one row an anchor for
                 slot 0, and the mask's for all others. Projections then run over these alone.
-            first_slot: Slots before it are left out of the result: nothing after the last attention needs them.
+        Returns: ``[A, K, D]``, ``[A, K, N, H]`` and twice ``[A, K, M, H]``.
         """
         x = _add(x, delta)
         block_size = x.shape[1]
@@ -222,8 +243,16 @@ class DraftLayer(nn.Module):
         y = self.input_layernorm(x if distinct is None else distinct)
         attention = self.self_attn
         query, key = rotate(spread(attention.query(y)), angles), rotate(spread(attention.key(y)), angles)
-        attended = attend(query, *context_kv, key, spread(attention.value(y)), seen, visibility)
-        x = _add(x[:, first_slot:], attention.o_proj(attended[:, first_slot:].flatten(-2)))
+        return x, query, key, spread(attention.value(y))
+
+    def complete(self, x: Tensor, attended: Tensor, first_slot: int = 0) -> tuple[Tensor, Tensor]:
+        """What follows the attention: the residual stream behind it, and what the MLP adds to that.
+
+        Args:
+            attended: ``[A, K, N, H]``.
+            first_slot: Slots before it are left out: nothing after the last attention needs them.
+        """
+        x = _add(x[:, first_slot:], self.self_attn.o_proj(attended[:, first_slot:].flatten(-2)))
         return x, self.mlp(self.post_attention_layernorm(x))
 
 
@@ -239,10 +268,6 @@ def _add(x: Tensor, delta: Tensor | None) -> Tensor:
     if delta is None:
         return x
     return (x.float() + delta.float()).to(x.dtype) if torch.compiler.is_compiling() else x + delta
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 class DFlashDrafter(nn.Module):
@@ -377,27 +402,30 @@ class DFlashDrafter(nn.Module):
         context_kv: ContextKV,
         layout: Layout,
         attend: Attend = attend_per_document,
-        run: Callable[..., Any] = _call,
+        run: Run = call,
+        recompute: bool = False,
     ) -> Tensor:
         """Hidden states of the slots that predict, after the final norm.
 
         Args:
             noise: ``[A, K, D]`` embedded block inputs: slots 1..K-1 of all blocks hold the same row, the mask's.
             positions: int64 ``[A, K]`` inside the document.
-            run: Calls a layer with its arguments; for running it compiled, or again in the backward pass.
+            run: Calls each part of a layer.
+            recompute: Compute layers again in the backward pass in place of keeping what it needs.
         Returns: ``[A, J, D]``; column j predicts the (j + 1)-th token after the anchor.
         """
         x, delta = noise, None
         angles = self.rotary.angles(positions, noise.dtype)
-        distinct = torch.cat([noise[:, 0], noise[0, 1:2]])  # [A + 1, D]
-        last = len(self.layers) - 1
+        distinct: Tensor | None = torch.cat([noise[:, 0], noise[0, 1:2]])  # [A + 1, D]
         for i, (layer, kv) in enumerate(zip(self.layers, context_kv, strict=True)):
             visibility = self.shape.visibility(i)
-            x, delta = run(
-                layer, x, delta, angles, kv, attend, layout.for_layer(visibility), visibility,
-                distinct=distinct if i == 0 else None,
-                first_slot=1 - self.label_shift if i == last else 0,
-            )  # fmt: skip
+            first_slot = 1 - self.label_shift if i == len(self.layers) - 1 else 0
+            rest = angles, kv, attend, layout.for_layer(visibility), visibility, run, distinct, first_slot
+            if recompute:
+                x, delta = checkpoint(layer, x, delta, *rest, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, delta = layer(x, delta, *rest)
+            distinct = None
         return run(self.finish, x, delta)
 
     def finish(self, x: Tensor, delta: Tensor) -> Tensor:

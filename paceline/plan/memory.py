@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels.attention import MAX_KEPT_SCORES
+from paceline.kernels.flex import why_not_flex
+from paceline.kernels.linear_cross_entropy import chunk_rows
 from paceline.models.draft import DraftShape, drafter_class
 from paceline.models.loading import TargetShape
 from paceline.plan.resolve import ResolvedRun
@@ -22,10 +24,10 @@ class MemoryPlan:
         target_bytes: Trunk up to the last tap; see `estimate_trunk_parameters` for what it counts.
         shared_bytes: Embedding and output head, and the drafter's part of the head, where it is short or of another
             type.
-        drafter_bytes: float32 weights, gradients and two moments.
+        drafter_bytes: float32 weights and two moments, gradients, and what computes in another type.
         queue_bytes: Features that may wait, and those that the targets are making.
-        activation_bytes: What the drafter's backward pass keeps of one micro-batch, as if every document were as long
-            as the longest.
+        activation_bytes: What the drafter's backward pass keeps of one micro-batch; where blocks attend per document,
+            as if every document were as long as the longest.
         cache_bytes: Host memory for kept features.
     """
 
@@ -58,9 +60,9 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
     num_layers = shape.num_layers if needs_last_hidden else draft.target_layer_ids[-1] + 1
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(
-        target_bytes=estimate_trunk_parameters(shape, num_layers) * target_size,
+        target_bytes=estimate_trunk_parameters(shape, num_layers) * (1 if config.target.fp8 else target_size),
         shared_bytes=rows * tables * target_size + own_head,
-        drafter_bytes=parameters * 4 * 4,
+        drafter_bytes=parameters * _bytes_per_parameter(draft_size, resolved.batches_per_step),
         queue_bytes=min(
             held * batch_bytes, int(config.pipeline.queue_gib * GIB) + batch_bytes * config.topology.targets
         ),
@@ -84,14 +86,30 @@ def estimate_trunk_parameters(shape: TargetShape, num_layers: int) -> int:
     return num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
 
 
+def _bytes_per_parameter(draft_size: int, batches_per_step: int) -> int:
+    """Master and two moments; and in another type the copy with its gradient, and the float32 sum of several."""
+    if draft_size == 4:
+        return 4 * 4
+    return 3 * 4 + 2 * draft_size + (4 if batches_per_step > 1 else 0)
+
+
 def _activation_bytes(resolved: ResolvedRun, size: int) -> int:
     config, draft = resolved.config, resolved.draft
     rows = resolved.num_anchors * draft.block_size
+    query_width, kv_width = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
+    context = int(config.pipeline.tokens_per_batch) * 2 * kv_width
+    device = torch.device(config.run.device)
+    why_not = why_not_flex(resolved.num_anchors, draft.block_size, draft.head_dim, device)
+    if config.kernels.attention != "per_document" and why_not is None:
+        # Found on an H200: 19.4 GiB at the work unit, beside 2.2 of the loss.
+        width = 4 * draft.hidden_size + 3 * draft.intermediate_size + 2 * query_width + 2 * kv_width
+        vocab = draft.draft_vocab_size or draft.vocab_size
+        loss = (chunk_rows(None) * vocab + 3 * rows * draft.hidden_size) * size
+        layers = 1 if config.draft.recompute else draft.num_hidden_layers
+        return layers * (rows * width + context) * size + loss
     # The softmax keeps its float32 output, and the product with the values a copy in the compute type; where that is
     # too much the scores are made again, a group at a time.
     scores = rows * draft.num_attention_heads * (resolved.longest_row + draft.block_size)
     attention = min(scores, MAX_KEPT_SCORES) * (4 + size)
-    width = 6 * draft.hidden_size + 4 * draft.intermediate_size
-    width += 4 * draft.num_attention_heads * draft.head_dim + 4 * draft.num_key_value_heads * draft.head_dim
-    context = int(config.pipeline.tokens_per_batch) * 4 * draft.num_key_value_heads * draft.head_dim
-    return draft.num_hidden_layers * ((rows * width + context) * size + attention)
+    width = 6 * draft.hidden_size + 4 * draft.intermediate_size + 4 * query_width + 4 * kv_width
+    return draft.num_hidden_layers * ((rows * width + 2 * context) * size + attention)

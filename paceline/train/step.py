@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from paceline.config import Kernels, Loss, Optim
 from paceline.dflash.acceptance import leading_hits
@@ -27,13 +26,10 @@ from paceline.kernels.flash4 import load as load_flash4
 from paceline.kernels.flex import BlockMasks, attend_flex, why_not_flex
 from paceline.kernels.graphs import GraphRunner
 from paceline.kernels.linear_cross_entropy import DPace, Head, chunk_rows
-from paceline.models.draft import Attend, DFlashDrafter, Layout
+from paceline.models.draft import Attend, DFlashDrafter, Layout, Run, call
 from paceline.records import FeatureBatch, StepResult, StepSums
 from paceline.train.inputs import BlockInputs, Staging, draw_blocks
 from paceline.train.optim import MasterAdamW, learning_rate
-
-Run = Callable[..., Any]
-"""Calls a function with its arguments, as it is or compiled."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +119,8 @@ class TrainStep:
         self.optimizer = MasterAdamW(
             drafter, optim, dtype, sums_gradients=dtype != torch.float32 and batches_per_step > 1
         )
-        self._run: Run = run_compiled if self._is_static and kernels.compile else run_plain
-        if recompute:
-            self._run = functools.partial(checkpoint, self._run, use_reentrant=False, preserve_rng_state=False)
+        self._run: Run = run_compiled if self._is_static and kernels.compile else call
+        self._recompute = recompute
         self._run_batch = GraphRunner(self._launch_batch, "drafter", graphs, self.optimizer.sum_gradients)
         self._replay_update = GraphRunner(self._launch_update, "optimizer", "on")
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, weight, committed
@@ -243,7 +238,7 @@ class TrainStep:
         feature = features.context_feature.to(self.dtype)  # [S, L*D]
         context_angles = drafter.rotary.angles(inputs.context_positions, self.dtype)
         context_kv = self._run(drafter.context_kv_at, feature, context_angles)
-        hidden = drafter(noise, inputs.positions, context_kv, layout, attend, self._run)  # [A, J, D]
+        hidden = drafter(noise, inputs.positions, context_kv, layout, attend, self._run, self._recompute)  # [A, J, D]
         loss, weight, hits = drafter.loss(
             hidden, self.head, inputs.targets(num_rows), inputs.anchors, features, self.dpace
         )
@@ -257,16 +252,13 @@ class TrainStep:
         self._sums.zero_()
 
 
-def run_plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer or a method as it is."""
-    return function(*args, **kwargs)
-
-
-def run_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer or a method compiled, with fixed shapes; layers of one kind share their code."""
-    if isinstance(function, nn.Module):
-        return _compiled(type(function).forward)(function, *args, **kwargs)
-    return _compiled(function.__func__)(function.__self__, *args, **kwargs)  # type: ignore[attr-defined]  # a method
+def run_compiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a part of the drafter compiled, with fixed shapes; layers share their code, and attention is a part of its
+    own, as its kernels take longest to compile."""
+    owner = getattr(function, "__self__", None)
+    if owner is None:
+        return _compiled(function)(*args)
+    return _compiled(function.__func__)(owner, *args)  # type: ignore[attr-defined]  # a method
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Block masks made from intervals: equal to the dense rule entry by entry and tile by tile, and what attends by them."""
+"""Block masks made from intervals: the dense rule entry by entry and tile by tile; and what attends by them."""
 
 from __future__ import annotations
 

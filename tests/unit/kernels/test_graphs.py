@@ -1,4 +1,4 @@
-"""When work is replayed from a graph; that replays are right is for a GPU to show (tests/integration/test_gpu_step.py)."""
+"""When work is replayed from a graph. That a replay is right, test_gpu_step.py shows on a GPU."""
 
 from __future__ import annotations
 

@@ -229,6 +229,28 @@ def test_scores_that_are_made_again_are_not_counted(toy: Toy, monkeypatch: pytes
     assert before - memory_plan(resolved, shape).activation_bytes == saved > 0
 
 
+def test_the_plan_is_what_an_h200_was_seen_to_take(toy: Toy) -> None:
+    """The work unit's plan is within 5 % of the 55.5 GiB that were measured, gradients being summed in float32."""
+    from benchmarks import shapes
+
+    target = shapes.target_shape(shapes.qwen3_8b())
+    resolved, _ = resolve_config(toy.config(Path("run")))
+    config = resolved.config.model_copy(
+        update={
+            "run": resolved.config.run.model_copy(update={"device": "cuda"}),
+            "target": resolved.config.target.model_copy(update={"dtype": "bfloat16"}),
+            "draft": resolved.config.draft.model_copy(update={"dtype": "bfloat16"}),
+            "topology": resolved.config.topology.model_copy(update={"layout": "colocated"}),
+            "pipeline": resolved.config.pipeline.model_copy(update={"tokens_per_batch": 12_288}),
+        }
+    )
+    draft = shapes.draft_shape(target, (1, 9, 17, 25, 33))
+    work_unit = dataclasses.replace(resolved, config=config, draft=draft, num_anchors=2048, batches_per_step=2)
+    assert memory_plan(work_unit, target).total_bytes / GIB == pytest.approx(55.5, rel=0.05)
+    alone = dataclasses.replace(work_unit, batches_per_step=1)
+    assert memory_plan(work_unit, target).drafter_bytes - memory_plan(alone, target).drafter_bytes == 4 * 1_048_626_432
+
+
 def test_devices() -> None:
     """auto is the CPU where there is no GPU."""
     if not torch.cuda.is_available():
