@@ -15,8 +15,8 @@ import argparse
 import gc
 import json
 import logging
-import os
 import platform
+import re
 import sys
 import time
 import warnings
@@ -382,7 +382,7 @@ def main() -> None:
 def write(out: Path, results: dict[str, Any], rate: float | None, on_gpu: bool) -> None:
     """The result file, as far as there are results."""
     summary = {
-        "command": " ".join(["python -m benchmarks.step", *sys.argv[1:]]),
+        "command": re.sub(r" --out \S+", "", " ".join(["python -m benchmarks.step", *sys.argv[1:]])),
         "machine": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "matmul_tflop_per_s": rate,
         "versions": {
@@ -390,7 +390,6 @@ def write(out: Path, results: dict[str, Any], rate: float | None, on_gpu: bool) 
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers")},
         },
-        "compile_cache": os.environ.get("TORCHINDUCTOR_CACHE_DIR", "default"),
         "cases": results,
     }
     out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
