@@ -105,7 +105,7 @@ class Staging:
 
     def write(self, inputs: BlockInputs) -> None:
         """Send a batch's arrays. The pinned memory comes from PyTorch's cache, which waits for copies by itself."""
-        pinned = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)
         views = self._views(pinned)
         for name, *_ in self._places:
             getattr(views, name).copy_(getattr(inputs, name))

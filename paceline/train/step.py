@@ -147,7 +147,7 @@ class TrainStep:
         sums = StepSums(num_rows=num_rows, blocks=anchors.num_kept, tokens=tokens.num_tokens, batches=1)
         if num_rows == 0:  # nothing to learn here
             return sums
-        if self._is_on_gpu:
+        if self._is_on_gpu or self._is_static:
             inputs = self._stage(inputs)
         if self._is_static:
             self._keep(features)

@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.config import Loss, Optim
+from paceline.config import Kernels, Loss, Optim
 from paceline.dflash.anchors import batch_generator, sample_anchors
 from paceline.dflash.blocks import block_labels, block_positions, decay_weights, make_noise_blocks
+from paceline.kernels import flex, linear_cross_entropy
 from paceline.kernels.attention import BlockLayout, attend_dense
 from paceline.models.draft import DFlashDrafter
 from paceline.models.target import Target
 from paceline.records import FeatureBatch, StepResult, StepSums, TokenBatch
+from paceline.train import step as step_module
 from paceline.train.step import TrainStep
 from tests import oracles, tiny
 
 GAMMA = 2.0
+LAUNCHED = Kernels(cuda_graphs="off")
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +210,49 @@ def test_the_rate_and_the_clip_reach_the_optimizer(target: Target) -> None:
     assert result.lr == pytest.approx(1e-2 * 2 / 5) and result.grad_norm > 1e-3
     moments = torch.cat([value.flatten() for value in step.optimizer.exp_avg.values()])
     assert float(moments.norm()) == pytest.approx(1e-3 * (1 - step.optim.betas[0]), rel=1e-3)
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
+    """What FlexAttention computes, by its mask alone: it has no gradients on the CPU."""
+    row, column = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+    visible = block_mask.mask_mod(None, None, row, column)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=enable_gqa)
+
+
+@pytest.mark.parametrize("loss", [Loss(gamma=GAMMA), Loss(kind="dpace", gamma=GAMMA)], ids=["decay", "dpace"])
+def test_the_path_of_a_gpu_gives_the_same_step(target: Target, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staged arrays, masks rewritten in place, kept features and rounded-up rows: three ragged rows with holes, padding
+    and empty slots give the loss, the estimate and the gradients of the CPU's own path."""
+    rows = [
+        tiny.row([40, 3, 60], 128, seed=1, number=0, supervised=0.8),
+        tiny.row([128], 128, seed=2, number=1, supervised=0.95),
+        tiny.row([9, 20, 30], 128, seed=3, number=2, supervised=0.4),
+    ]
+    batches = [target.features(tokens) for tokens in rows]
+    shape = tiny.draft_shape(
+        num_hidden_layers=3,
+        layer_types=("full_attention", "sliding_attention", "full_attention"),
+        sliding_window=11,
+    )
+
+    def make() -> TrainStep:
+        settings: dict[str, Any] = {"num_anchors": 64, "loss": loss, "seed": 5, "total_steps": 10, "kernels": LAUNCHED}
+        return TrainStep(
+            tiny.drafter(shape), target.embed, target.head, Optim(lr=1e-2), dtype=torch.float32, **settings
+        )
+
+    reference = make()
+    monkeypatch.setattr(step_module, "_choose_attention", lambda *args: ("flex", "as on a GPU"))
+    monkeypatch.setattr(flex, "fused_flex_attention", dense_attention)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 48)
+    monkeypatch.setattr(step_module, "run_compiled", step_module.call)
+    fast = make()
+    for batch in batches:
+        assert fast.accumulate(batch) == reference.accumulate(batch)
+    found, wanted = fast.optimizer.gradients(), reference.optimizer.gradients()
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+    one, other = fast.update(0).read(), reference.update(0).read()
+    assert one.committed == other.committed and one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
