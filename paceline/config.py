@@ -60,9 +60,9 @@ class Target(_Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
     fp8: bool = False
-    """Multiply in fp8 on a GPU that can (Hopper, Ada and newer): a seventh less time a step with an 8 B target.
-    Features carry some seven times bfloat16's rounding error then; a run records how much. Natural where serving is in
-    fp8."""
+    """Multiply in fp8 on a GPU that can (Hopper, Ada and newer), with bfloat16 weights. Features carry some seven times
+    bfloat16's rounding error then; a run records how much. Natural where serving is in fp8. A prototype's step took an
+    eighth less with an 8 B target; not measured here yet."""
 
 
 class Draft(_Section):
@@ -168,7 +168,7 @@ class Kernels(_Section):
     bits twice. per_document: PyTorch's own attention, with masks, or a document at a time. auto: flex where it can be
     used. Without effect on the CPU."""
     compile: bool = True
-    """Compile layers on a GPU: half a minute at the start, once a machine."""
+    """Compile layers on a GPU: a minute at the start, once a machine."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Replay steps from CUDA graphs. auto: where launching kernels is found to take longer than running them, as with
     small targets. Without effect on the CPU."""

@@ -101,7 +101,7 @@ class FeatureBatch:
 
     Attributes:
         tokens: The row, on the host.
-        context_feature: ``[S, L*D]`` in the target's dtype: outputs of the tapped layers joined in the order of
+        context_feature: ``[S, L*D]`` in the drafter's compute type: outputs of the tapped layers joined in the order of
             ``target.layer_ids``; zeros on padding.
         last_hidden: ``[S, D]`` after the target's final norm, or None when the drafter class does not need it.
     """

@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,7 +113,7 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
 
     from paceline.eval.validation import Validation
     from paceline.models.target import FeatureCache
-    from paceline.train.checkpoint import TrainState
+    from paceline.train.checkpoint import TrainState, saved_num_anchors
     from paceline.train.loop import TrainLoop, restore
 
     run = RunFolder(config.run.dir)
@@ -128,6 +129,8 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         if compiles:
             progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
         target = load_target(resolved.config)
+        if (num_anchors := saved_num_anchors(run.checkpoints)) is not None:  # a GPU rounds them, a CPU does not
+            resolved = dataclasses.replace(resolved, num_anchors=num_anchors)
         packing = "packed" if target.packed else "per_document"
         config = resolved.config.model_copy(
             update={"target": resolved.config.target.model_copy(update={"packing": packing})}
@@ -196,6 +199,7 @@ def load_target(config: RunConfig) -> Target:
     torch.set_num_threads(int(config.topology.threads))
     torch.use_deterministic_algorithms(config.run.deterministic)
     if config.run.device.startswith("cuda"):
+        torch.cuda.set_device(config.run.device)  # events and graphs are the current device's
         keep_compiled_kernels()
     if config.run.deterministic:  # cuBLAS is deterministic only with a fixed workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -210,7 +214,7 @@ def load_target(config: RunConfig) -> Target:
         feature_dtype=getattr(torch, config.draft.dtype),
         revision=config.target.revision,
         trust_remote_code=config.target.trust_remote_code,
-        kernels=config.kernels,
+        kernels=config.kernels if config.run.device.startswith("cuda") else None,
         row_length=int(config.pipeline.tokens_per_batch),
         fp8=config.target.fp8,
     )
@@ -223,6 +227,8 @@ def keep_compiled_kernels() -> None:
     folder = default_cache_dir() / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold code
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         log.warning("compiled kernels are not kept in %s: %s", folder, error.strerror)
         return

@@ -229,8 +229,8 @@ def speculative_decode(
 
     Args:
         block_size: Slots used, at most the trained K; None: all of them.
-        dtype: Compute type of the drafter; another one than its weights' runs it under autocast, as training does.
-            None: the weights' own.
+        dtype: Compute type of the drafter; another one than its weights' runs it under autocast, where norms
+            stay float32. None: the weights' own.
     Raises: ModelError if target and drafter do not fit together, or the answer may run past the target's positions.
     """
     target.check_length(len(prompt_ids), max_new_tokens)

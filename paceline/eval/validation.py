@@ -32,7 +32,7 @@ class Validation:
         dataset: Where the rows are.
         rows: Row numbers.
         num_anchors: Blocks drafted at a time; it bounds the memory, as the training step's A does there.
-        dtype: Compute type of the drafter, as in training.
+        dtype: Type of the drafter's weights, as in training.
     """
 
     def __init__(
@@ -83,16 +83,15 @@ class Validation:
         self, drafter: DFlashDrafter, head: Head, input_ids: Tensor, loss_mask: Tensor, features: Tensor
     ) -> Tensor:
         """Leading hits of the block at every position that has an answer's token after it, int64 ``[positions]``."""
-        device, weights_dtype = features.device, drafter.fc.weight.dtype
+        device = features.device
         document = torch.zeros_like(input_ids)
         positions = eligible_positions(loss_mask, document).nonzero().flatten()
         if not len(positions):
             return positions
         counts = []
-        with torch.autocast(device.type, dtype=self._dtype, enabled=self._dtype != weights_dtype):
-            context_kv = drafter.context_kv(features.to(self._dtype), torch.arange(len(input_ids), device=device))
-            for chunk in positions.split(self._num_anchors):
-                counts.append(self._leading_of_chunk(drafter, head, input_ids, loss_mask, context_kv, chunk))
+        context_kv = drafter.context_kv(features.to(self._dtype), torch.arange(len(input_ids), device=device))
+        for chunk in positions.split(self._num_anchors):
+            counts.append(self._leading_of_chunk(drafter, head, input_ids, loss_mask, context_kv, chunk))
         return torch.cat(counts)
 
     def _leading_of_chunk(

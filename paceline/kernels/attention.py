@@ -1,8 +1,8 @@
 """Attention of draft blocks to their document's context and to themselves.
 
-Two backends compute the same function: `attend_per_document`, which touches only the keys that a document's blocks may
-see and is the one in use, and `attend_dense`, one call over the whole row with the mask of `dflash.mask`, the
-reference. Shape letters: A anchor slots, K block size, S context tokens, N query heads, M key/value heads, H head size.
+Two backends compute the same function: `attend_per_document`, the CPU's, which touches only the keys that a document's
+blocks may see, and `attend_dense`, one call over the whole row with the mask of `dflash.mask`, the reference. Shape
+letters: A anchor slots, K block size, S context tokens, N query heads, M key/value heads, H head size.
 """
 
 from __future__ import annotations

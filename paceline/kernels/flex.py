@@ -120,7 +120,6 @@ class BlockMasks:
         context_len: int,
         visibilities: Iterable[Visibility],
         device: torch.device,
-        with_backward: bool = True,
     ) -> None:
         assert num_anchors * block_size % TILE == 0
         self.block_size, self.context_len = block_size, context_len
@@ -134,7 +133,7 @@ class BlockMasks:
             if visibility.window not in self.tables:  # causality changes single keys, not tiles
                 self.low[visibility.window] = torch.zeros_like(self.high)
                 self.tables[visibility.window] = Tables(
-                    num_tiles(self.num_rows), num_tiles(self.num_keys), device, with_backward
+                    num_tiles(self.num_rows), num_tiles(self.num_keys), device, with_backward=True
                 )
             mask_mod = block_mask_mod(self.low[visibility.window], self.high, block_size, visibility)
             table = self.tables[visibility.window]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -22,7 +22,7 @@ LAUNCH_BOUND = 0.8
 
 
 class GraphRunner:
-    """Runs work on the device, and replays it from a CUDA graph once that is known to pay.
+    """Runs work on the current device, and replays it from a CUDA graph once that is known to pay.
 
     The work may read only tensors that stay in place and must leave its results in such; it may not wait for the
     device. It is called as it is for `WARM_UP_CALLS`, then once between two events; where the host needed most of that
@@ -43,8 +43,11 @@ class GraphRunner:
         self._name = name
         self._mode = mode
         self._calls = 0
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self.note = "not measured yet" if mode == "auto" else f"CUDA graphs {mode}, as kernels.cuda_graphs says"
+        self._seen: set[int] = set()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.note = {"auto": "not measured yet", "on": "replayed from a CUDA graph"}.get(
+            mode, "launched kernel by kernel"
+        )
         """Why work is replayed or not, in one line."""
         self.is_replaying = False
 
@@ -60,12 +63,13 @@ class GraphRunner:
             self._work(variant)
         elif self._calls == WARM_UP_CALLS + 1:
             self._measure(variant)
-        elif not self.is_replaying:
+        elif not self.is_replaying or variant not in self._seen:
+            self._seen.add(variant)  # what it has to build or choose is built and chosen outside of a recording
             self._work(variant)
-        else:
-            if variant not in self._graphs:
-                self._graphs[variant] = self._record(variant)
+        elif variant in self._graphs or self._record(variant):
             self._graphs[variant].replay()
+        else:
+            self._work(variant)
 
     def _measure(self, variant: int) -> None:
         if self._mode == "on":
@@ -91,11 +95,22 @@ class GraphRunner:
 
     def _start_replaying(self) -> None:
         self.is_replaying = True
+        self._seen.clear()  # buffers are other ones now
         self._prepare()
 
-    def _record(self, variant: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def _record(self, variant: int) -> bool:
+        """Whether the work could be recorded; if not, it is launched from now on."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._work(variant)
-        return graph
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._work(variant)
+        except Exception as error:  # whatever cannot be recorded can still be launched
+            torch.cuda.set_stream(stream)  # a recording that fails may leave its own behind
+            self._mode, self.is_replaying = "off", False
+            self._graphs.clear()
+            self.note = f"launched kernel by kernel, as recording failed: {str(error).splitlines()[0]}"
+            log.warning("%s is %s", self._name, self.note)
+            return False
+        self._graphs[variant] = graph
+        return True

@@ -80,7 +80,9 @@ def quantization_of(config: Mapping[str, Any], exported: Mapping[str, Any] | Non
         return Quantization("fp8", f"FP8 (blocks of {block[0]} x {block[1]})" if block else "FP8", settings)
     if method in ("compressed-tensors", "compressed_tensors"):
         kind = settings.get("format", "?")
-        if str(settings.get("sparsity_config", {}).get("format", "dense")) != "dense" or str(kind).startswith("sparse"):
+        if str((settings.get("sparsity_config") or {}).get("format", "dense")) != "dense" or str(kind).startswith(
+            "sparse"
+        ):
             raise ModelError(f"compressed-tensors with sparse weights ({kind}) is not supported; {_instead()}")
         return Quantization("compressed-tensors", f"compressed-tensors {kind}", settings)
     if method in ("modelopt", "modelopt_fp4"):

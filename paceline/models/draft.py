@@ -34,7 +34,7 @@ from paceline.records import FeatureBatch, TokenBatch
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Any, Visibility], Tensor]
 """Attention of blocks: query, context key and value, block key and value, what the layout has for the layer, and what
 the layer sees; `attend_per_document` is the one that says shapes."""
-Run = Callable[..., Any]
+Call = Callable[..., Any]
 """Calls a part of the drafter with its arguments: as it is, or compiled."""
 ContextKV = list[tuple[Tensor, Tensor]]
 """Rotated keys and values ``[S, M, H]`` of the context, one pair a layer."""
@@ -208,7 +208,7 @@ class DraftLayer(nn.Module):
         attend: Attend,
         seen: Any,
         visibility: Visibility,
-        run: Run,
+        run: Call,
         distinct: Tensor | None,
         first_slot: int,
     ) -> tuple[Tensor, Tensor]:
@@ -402,7 +402,7 @@ class DFlashDrafter(nn.Module):
         context_kv: ContextKV,
         layout: Layout,
         attend: Attend = attend_per_document,
-        run: Run = call,
+        run: Call = call,
         recompute: bool = False,
     ) -> Tensor:
         """Hidden states of the slots that predict, after the final norm.

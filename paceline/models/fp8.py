@@ -53,6 +53,17 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
 
 
+def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a target cannot multiply in fp8, in one line; None if it can. On the CPU it is computed, for tests."""
+    if device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} has no fp8 products; Ada, Hopper and newer have"
+    if dtype != torch.bfloat16:
+        return f"the product gives bfloat16, and target.dtype is {str(dtype).removeprefix('torch.')}"
+    return None
+
+
 def use_fp8(layers: nn.Module) -> int:
     """Replace the linear layers below `layers` whose sizes fit, in place; how many those are.
 

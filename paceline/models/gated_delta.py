@@ -39,7 +39,7 @@ KERNEL_DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
-class Kernels:
+class FlaKernels:
     """What is used of fla.
 
     Attributes:
@@ -54,7 +54,7 @@ class Kernels:
     takes_chunks: bool
 
 
-_kernels: Kernels | None = None  # of the process, set by the first `enable` that finds them
+_kernels: FlaKernels | None = None  # of the process, set by the first `enable` that finds them
 
 
 def is_hybrid(trunk: nn.Module) -> bool:
@@ -189,7 +189,7 @@ def _mixers(trunk: nn.Module) -> list[Any]:
     return [layer.linear_attn for layer in layers if isinstance(getattr(layer, "linear_attn", None), nn.Module)]
 
 
-def _find_kernels() -> Kernels | None:
+def _find_kernels() -> FlaKernels | None:
     try:
         conv = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
         rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
@@ -201,7 +201,7 @@ def _find_kernels() -> Kernels | None:
         return None
     # Before 0.6 the convolution chose its own chunks, and would take others for its own without a word.
     numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    return Kernels(conv, rule, version, takes_chunks=numbers >= [0, 6])
+    return FlaKernels(conv, rule, version, takes_chunks=numbers >= [0, 6])
 
 
 def _chunk_indices(cu_seqlens: Tensor) -> Tensor:

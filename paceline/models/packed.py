@@ -92,6 +92,7 @@ class PackedRow:
     Args:
         length: S.
         windows: Of the layers, by the kind of layer in the configuration.
+        starts: The target's, for FlashAttention-4; None: FlexAttention.
 
     Attributes:
         input_ids, position_ids: int64 ``[1, S]``.
@@ -100,7 +101,9 @@ class PackedRow:
         kwargs: What the trunk's forward takes besides.
     """
 
-    def __init__(self, length: int, windows: dict[str, int | None], device: torch.device, flash4: bool) -> None:
+    def __init__(
+        self, length: int, windows: dict[str, int | None], device: torch.device, starts: DocumentStarts | None
+    ) -> None:
         self._buffer = torch.zeros(3, length, dtype=torch.int64, device=device)
         self.input_ids, self.position_ids = self._buffer[:1], self._buffer[1:2]
         self._documents = DocumentMasks(length, windows.values(), device)
@@ -108,10 +111,10 @@ class PackedRow:
         self.variant = 0
         self.kwargs: dict[str, Any] = {}
         self._edges: list[Tensor] = []
-        if flash4:  # the documents' edges, filled up with empty ones, so that shapes stay
-            self._starts = DocumentStarts()
+        self._starts = starts
+        if starts is not None:  # the documents' edges, filled up with empty ones, so that shapes stay
             self._edges = [torch.zeros(n + 1, dtype=torch.int32, device=device) for n in (FEW_DOCUMENTS, length)]
-            self.kwargs["paceline_documents"] = self._starts.handle
+            self.kwargs["paceline_documents"] = starts.handle
 
     def write(self, tokens: TokenBatch) -> None:
         """Send a row, without waiting for the device."""
@@ -130,9 +133,10 @@ class PackedRow:
 
     def update_masks(self, variant: int) -> None:
         """Make the masks those of the row that was sent."""
-        self._documents.update(self._buffer[2])
-        if self._edges:
+        if self._starts is not None:
             self._starts.cu_seqlens = self._edges[variant]
+        else:
+            self._documents.update(self._buffer[2])
 
 
 def layer_windows(config: Any) -> dict[str, int | None] | None:
@@ -159,6 +163,7 @@ class CompiledLayers:
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self._here = threading.local()
+        self._wrapped: list[nn.Module] = []
         self.notes: list[str] = []
         for layer in layers:
             self._compile(layer, layer)
@@ -168,6 +173,12 @@ class CompiledLayers:
 
     def __exit__(self, *_: object) -> None:
         self._here.is_compiled = False
+
+    def undo(self) -> None:
+        """Leave the layers as they were."""
+        for module in self._wrapped:
+            del module.forward  # of the instance: the class has its own
+        self._wrapped.clear()
 
     def _compile(self, module: nn.Module, layer: nn.Module) -> None:
         here, plain = self._here, module.forward
@@ -182,6 +193,8 @@ class CompiledLayers:
                 return compiled(*args, **kwargs)
             try:
                 result = compiled(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # the compiler raises whatever it meets; what is really wrong comes again below
                 works = False
                 self._give_up(module, layer, error)
@@ -189,6 +202,8 @@ class CompiledLayers:
             works = True
             return result
 
+        if "forward" not in vars(module):  # mixers that are split have one already, which stays
+            self._wrapped.append(module)
         module.forward = forward
 
     def _give_up(self, module: nn.Module, layer: nn.Module, error: Exception) -> None:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config import Kernels
-from paceline.errors import ModelError
+from paceline.errors import ConfigError, ModelError
+from paceline.kernels.flash4 import DocumentStarts, why_not_flash4
 from paceline.kernels.flash4 import load as load_flash4
-from paceline.kernels.flash4 import why_not_flash4
 from paceline.kernels.flex import MIN_HEAD_DIM
 from paceline.kernels.graphs import GraphRunner
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.models import gated_delta
-from paceline.models.fp8 import use_fp8
+from paceline.models.fp8 import use_fp8, why_not_fp8
 from paceline.models.loading import (
     TargetShape,
     check_layer_ids,
@@ -148,17 +148,21 @@ class Target:
         gated_delta.enable(self._trunk)
         self._takes_edges = gated_delta.takes_edges(self._trunk)
         self._split: gated_delta.MixerSplit | None = None
+        self._starts = DocumentStarts()
         tapped = [self._trunk.layers[i] for i in self.layer_ids] + ([self._trunk.norm] if needs_last_hidden else [])
         for place, module in enumerate(tapped):
             module.register_forward_hook(self._capture(place))
         self._num_captured = len(tapped)
         documents = _probe_documents(shape.vocab_size)
+        self._fingerprint: str | None = None
         self._compiles = self.device.type == "cuda" and self._kernels.compile and not fp8
         self.route, self.packing_note = self._choose_route(packing, documents)
         if fp8:  # after the probe: rounding this coarse would look like a leak
+            self._fingerprint = self.fingerprint()  # of the weights that were loaded
             self.quantization_note = self._use_fp8(documents)
             if self.route in ("flash4", "flex") and self.device.type == "cuda" and self._kernels.compile:
                 self._compiled = CompiledLayers(self._trunk.layers)
+        self._here.__dict__.pop("lanes", None)  # the probe's: of other layers perhaps, and of a row's size
 
     @classmethod
     def load(
@@ -216,6 +220,8 @@ class Target:
         Args:
             cache: Used when documents run one by one, where a document's features are the same bits in any packing.
         """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has a current one
         if self.route == "one_by_one":
             joined = self._run_one_by_one(tokens, cache)
         else:
@@ -230,6 +236,8 @@ class Target:
 
     def fingerprint(self) -> str:
         """SHA-256 of the shape and of a few weights of every tensor: tells another target, not another folder."""
+        if self._fingerprint is not None:
+            return self._fingerprint
         digest = hashlib.sha256(json.dumps(asdict(self.shape), sort_keys=True).encode())
         for name, parameter in [*self._trunk.named_parameters(), ("head", self.head.weight)]:
             sample = parameter.detach().flatten()[:64].float().cpu().numpy()
@@ -301,16 +309,20 @@ class Target:
         lane.row.write(tokens)
         if self._takes_edges:
             lane.kwargs = self._edge_kwargs(gated_delta.row_edges(tokens.document_starts, key[0]))
-        if not lane.launch.needs_fixed_inputs:
+        keeps_slot = lane.launch.needs_fixed_inputs
+        if lane.slot is None:
             lane.slot = self._slot(*key)
-            lane.launch(lane.row.variant)
-            return lane.slot
+        slot = lane.slot
         lane.launch(lane.row.variant)
-        return lane.slot.clone()
+        if keeps_slot:
+            return slot.clone()
+        lane.slot = None
+        return slot
 
     def _lane(self, length: int, dtype: torch.dtype) -> _Lane:
         assert self._windows is not None
-        row = PackedRow(length, self._windows, self.device, flash4=self.route == "flash4")
+        starts = self._starts if self.route == "flash4" else None
+        row = PackedRow(length, self._windows, self.device, starts)
         masks: Any = row.masks
         if "" in masks:
             masks = masks[""]
@@ -322,6 +334,7 @@ class Target:
             row.update_masks(variant)
             more = row.kwargs | lane.kwargs
             with compiled:
+                assert lane.slot is not None
                 self._run(lane.slot, row.input_ids, position_ids=row.position_ids, attention_mask=masks, **more)
 
         # gated-delta layers get arrays of the row's own sizes; a thread beside the drafter's would record its launches
@@ -331,7 +344,7 @@ class Target:
             and threading.current_thread() is threading.main_thread()
         )
         launcher = GraphRunner(launch, "target", self._kernels.cuda_graphs if can_replay else "off")
-        lane = _Lane(row, self._slot(length, dtype), launcher)
+        lane = _Lane(row, None, launcher)
         return lane
 
     def _capture(self, place: int) -> Any:
@@ -373,6 +386,8 @@ class Target:
     def _choose_route(self, packing: str, documents: list[Tensor]) -> tuple[str, str]:
         if packing == "per_document":
             return "one_by_one", "documents run one by one, as target.packing says"
+        if (rope := self.shape.rope.get("rope_type")) in ("dynamic", "longrope"):
+            return "one_by_one", f"documents run one by one: {rope} frequencies follow from the longest one of a row"
         if packing != "packed" and self.device.type == "cpu":
             return "one_by_one", "documents run one by one: on the CPU features are then the same bits in any packing"
         limit = 1e-4 if self.dtype == torch.float32 else BFLOAT16_LIMIT
@@ -414,7 +429,7 @@ class Target:
         if on_gpu and (head_dim := self.shape.head_dim) < MIN_HEAD_DIM:
             return f"heads of {head_dim} are too narrow"
         if route == "flash4":
-            if (why_not := why_not_flash4(self.shape.head_dim, self.device, blocks=False)) is not None:
+            if (why_not := why_not_flash4(self.shape.head_dim, self.device, self.dtype, blocks=False)) is not None:
                 return why_not
             load_flash4()
         self._library_attention = config._attn_implementation
@@ -427,9 +442,14 @@ class Target:
         if self._trunk.config._attn_implementation == ATTENTION:
             self._trunk.config._attn_implementation = self._library_attention
         self._here.__dict__.pop("lanes", None)
+        if self._compiled is not None:
+            self._compiled.undo()
+            self._compiled = None
 
     def _use_fp8(self, documents: list[Tensor]) -> str:
-        """Multiply in fp8 from now on; what that does to the taps, in one line."""
+        """Multiply in fp8 from now on; what that does to the taps, in one line. Raises: ConfigError."""
+        if (why_not := why_not_fp8(self.device, self.dtype)) is not None:
+            raise ConfigError(f"target.fp8=true: {why_not}")
         before = [self._run_alone(ids, self.dtype).float() for ids in documents]
         num_layers = use_fp8(self._trunk.layers)
         after = [self._run_alone(ids, self.dtype).float() for ids in documents]
@@ -452,7 +472,9 @@ class Target:
             for packed in (documents, others, documents):  # the first run may still have chosen among kernels
                 row = TokenBatch.pack(0, [(i, ids, torch.ones_like(ids)) for i, ids in enumerate(packed)], length)
                 rows.append(self._run_packed(row, self.dtype).float())
-        except (TypeError, AttributeError, KeyError, ValueError, RuntimeError, NotImplementedError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # kernels raise whatever they like
             log.info("%s cannot run %s: %s", self.shape.model_type, self.route, first_line(error))
             return float("inf"), float("inf"), 0.0, first_line(error)
         errors, moves, repeats = [], [], []
@@ -476,7 +498,7 @@ class _Lane:
     """
 
     row: PackedRow
-    slot: Tensor
+    slot: Tensor | None
     launch: GraphRunner
     kwargs: dict[str, Any] = field(default_factory=dict)
 

@@ -241,6 +241,8 @@ def choose_draft_vocab(draft: Draft, shape: TargetShape, dataset: Dataset, rows:
 
 def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:
     targets = config.topology.targets
+    if config.target.fp8 and not resolve_device(config.run.device).type == "cuda":
+        raise ConfigError("target.fp8=true: only a GPU gains by it, and run.device is the CPU")
     if targets > 1 and layout == "colocated":
         raise ConfigError(
             f"topology.targets={targets} with topology.layout=colocated: in turn there is one target; use layout=split"

@@ -143,6 +143,16 @@ def load_state(place: Path) -> TrainState:
         raise CheckpointError(f"{place / STATE} was written by another version: {error}") from error
 
 
+def saved_num_anchors(folder: Path) -> int | None:
+    """Anchor slots that a run was trained with, of its newest readable checkpoint; None without any."""
+    for place in sorted(_steps(folder), reverse=True):
+        try:
+            return load_state(place).num_anchors
+        except CheckpointError:  # a damaged one: `newest` says so
+            continue
+    return None
+
+
 def load_weights(place: Path, drafter: DFlashDrafter) -> None:
     """Copy the checkpoint's weights into a drafter of the same shape. Raises: CheckpointError."""
     try:

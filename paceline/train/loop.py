@@ -42,7 +42,7 @@ class _Launched:
     """An update whose result has not been read.
 
     Attributes:
-        before: Step and next batch that the run goes back to if the update was left out.
+        before: Step, next batch and skipped batches that the run goes back to if the update was left out.
         step: Updates done with this one.
         number: Number of its last micro-batch.
         rows: Data set rows of its micro-batches.
@@ -51,7 +51,7 @@ class _Launched:
 
     result: PendingResult
     sums: StepSums
-    before: tuple[int, int]
+    before: tuple[int, int, int]
     step: int
     number: int
     rows: list[int]
@@ -260,7 +260,7 @@ class TrainLoop:
         self._weights_are_whole = False
         with self._failing_as_drafter(number):
             result = self.trainer.update(self.step)
-        before = self.step, self.next_batch
+        before = self.step, self.next_batch, self.skipped_batches
         self.step += 1
         self.next_batch = number + 1
         self._weights_are_whole = True
@@ -288,7 +288,7 @@ class TrainLoop:
         """Raises: PipelineError, FloatingPointError; the run is back where the last good update left it then."""
         if math.isfinite(result.loss) and result.is_finite:
             return
-        self.step, self.next_batch = launched.before
+        self.step, self.next_batch, self.skipped_batches = launched.before
         self._launched.clear()  # later updates were left out as well
         if math.isfinite(result.loss):
             raise FloatingPointError(f"the gradient norm is {result.grad_norm}; lower optim.lr in a new run.dir")
@@ -371,5 +371,5 @@ class TrainLoop:
             return
         try:
             self._save()
-        except (PacelineError, OSError) as error:  # the failure that ends the run is the one to report
+        except Exception as error:  # the failure that ends the run is the one to report
             log.error("%s", error)

@@ -26,7 +26,7 @@ from paceline.kernels.flash4 import load as load_flash4
 from paceline.kernels.flex import BlockMasks, attend_flex, why_not_flex
 from paceline.kernels.graphs import GraphRunner
 from paceline.kernels.linear_cross_entropy import DPace, Head, chunk_rows
-from paceline.models.draft import Attend, DFlashDrafter, Layout, Run, call
+from paceline.models.draft import Attend, Call, DFlashDrafter, Layout, call
 from paceline.records import FeatureBatch, StepResult, StepSums
 from paceline.train.inputs import BlockInputs, Staging, draw_blocks
 from paceline.train.optim import MasterAdamW, learning_rate
@@ -74,6 +74,7 @@ class TrainStep:
         total_steps: Steps that the learning-rate schedule spans.
         batches_per_step: G, micro-batches of a step.
         dtype: Compute type.
+        kernels: What a GPU runs with; None: the defaults.
         recompute: `draft.recompute`.
 
     Attributes:
@@ -113,13 +114,13 @@ class TrainStep:
         self._is_on_gpu = self.device.type == "cuda"
         self.depth = 1 if self._is_on_gpu else 0
         kernels = kernels or Kernels()
-        self._attention, self.attention_note = _choose_attention(kernels, drafter, num_anchors, self.device)
+        self._attention, self.attention_note = _choose_attention(kernels, drafter, num_anchors, dtype)
         self._is_static = self._attention != "per_document"
         graphs = kernels.cuda_graphs if self._is_static else "off"
         self.optimizer = MasterAdamW(
             drafter, optim, dtype, sums_gradients=dtype != torch.float32 and batches_per_step > 1
         )
-        self._run: Run = run_compiled if self._is_static and kernels.compile else call
+        self._run: Call = run_compiled if self._is_static and kernels.compile else call
         self._recompute = recompute
         self._run_batch = GraphRunner(self._launch_batch, "drafter", graphs, self.optimizer.sum_gradients)
         self._replay_update = GraphRunner(self._launch_update, "optimizer", "on")
@@ -152,6 +153,8 @@ class TrainStep:
         if self._is_static:
             self._keep(features)
             self._run_batch(-(-num_rows // chunk_rows(self.dpace)))
+            if not self._run_batch.needs_fixed_inputs:
+                self._features = None  # else a batch would stay while the next one is made
         else:
             layout = BlockLayout.of_row(anchors, tokens.document_starts, block_size, len(tokens.input_ids))
             self._forward_backward(inputs, num_rows, features, layout, attend_per_document)
@@ -204,10 +207,11 @@ class TrainStep:
         if self._features is None:
             self._features = dataclasses.replace(
                 features,
-                context_feature=features.context_feature.clone(),
-                last_hidden=None if features.last_hidden is None else features.last_hidden.clone(),
+                context_feature=_copy_of(features.context_feature),
+                last_hidden=None if features.last_hidden is None else _copy_of(features.last_hidden),
             )
             return
+        self._features = dataclasses.replace(self._features, tokens=features.tokens)
         self._features.context_feature.copy_(features.context_feature)
         if self._features.last_hidden is not None and features.last_hidden is not None:
             self._features.last_hidden.copy_(features.last_hidden)
@@ -252,6 +256,11 @@ class TrainStep:
         self._sums.zero_()
 
 
+def _copy_of(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which compiled code is made for."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def run_compiled(function: Callable[..., Any], *args: Any) -> Any:
     """Call a part of the drafter compiled, with fixed shapes; layers share their code, and attention is a part of its
     own, as its kernels take longest to compile."""
@@ -267,15 +276,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _choose_attention(
-    kernels: Kernels, drafter: DFlashDrafter, num_anchors: int, device: torch.device
+    kernels: Kernels, drafter: DFlashDrafter, num_anchors: int, dtype: torch.dtype
 ) -> tuple[str, str]:
     """``flash4``, ``flex`` or ``per_document``, and why, in one line."""
-    shape, notes = drafter.shape, []
+    shape, device, notes = drafter.shape, drafter.fc.weight.device, []
     if kernels.attention == "per_document":
         return "per_document", "blocks attend per document, as kernels.attention says"
     why_not = why_not_flex(num_anchors, shape.block_size, shape.head_dim, device)
     if why_not is None and kernels.attention == "flash4":
-        why_not_flash = why_not_flash4(shape.head_dim, device, blocks=True)
+        why_not_flash = why_not_flash4(shape.head_dim, device, dtype, blocks=True)
         if why_not_flash is None:
             return "flash4", f"blocks attend by FlashAttention-4 {load_flash4()}"
         notes.append(why_not_flash)

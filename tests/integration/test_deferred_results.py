@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from paceline.errors import PipelineError
+from paceline.records import FeatureBatch, StepSums
 from paceline.train import checkpoint
 from paceline.train.step import TrainStep
 from tests.integration.test_training import assert_same_bits, same_training
@@ -85,3 +86,30 @@ def test_a_bad_update_is_taken_back(
     torch.manual_seed(0)
     train(config)
     assert_same_bits(straight[0], tmp_path)
+
+
+def test_empty_batches_that_are_taken_back_are_counted_once(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that were skipped after an update which is taken back are skipped again, and counted once."""
+    update, accumulate = TrainStep.update, TrainStep.accumulate
+    poison = [True]
+
+    def poisoned(self: TrainStep, step: int) -> Any:
+        if step == 7 and poison[0]:
+            next(iter(self.optimizer.gradients().values())).fill_(float("nan"))
+        return update(self, step)
+
+    def empty(self: TrainStep, features: FeatureBatch) -> StepSums:
+        if 16 <= features.tokens.number < 22:
+            return StepSums(tokens=features.tokens.num_tokens, batches=1)
+        return accumulate(self, features)
+
+    monkeypatch.setattr(TrainStep, "update", poisoned)
+    monkeypatch.setattr(TrainStep, "accumulate", empty)
+    config = toy.config(tmp_path, "run.max_steps=13")
+    with pytest.raises(PipelineError, match="the gradient norm is nan"):
+        train(config)
+    poison[0] = False
+    report, _ = train(config)
+    assert report.skipped_batches == 6

@@ -33,8 +33,9 @@ from paceline.kernels.flash4 import (
 from tests import oracles, tiny
 from tests.unit.dflash.strategies import Blocks, blocks
 
+BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
-MISSING = why_not_flash4(128, CUDA, blocks=True) if torch.cuda.is_available() else "no CUDA device"
+MISSING = why_not_flash4(128, CUDA, BF16, blocks=True) if torch.cuda.is_available() else "no CUDA device"
 needs_flash4 = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 SEES = [Visibility(), Visibility(True), Visibility(False, 50), Visibility(False, 7), Visibility(True, 3)]
 Inputs = list[Tensor]
@@ -114,7 +115,7 @@ def test_blocks_equal_dense_attention_on_a_gpu(
 ) -> None:
     """Outputs and all gradients in bfloat16 are within 5e-3 (relative norm) of dense attention in float32."""
     layout = ragged_layout(768 // block_size, block_size, 1400)
-    tensors = inputs(layout, heads, kv, size, CUDA, torch.bfloat16)
+    tensors = inputs(layout, heads, kv, size, CUDA, BF16)
     mask, grad = flash_mask(layout, see, CUDA), torch.randn_like(tensors[0])
     got = with_gradients(lambda *x: attend_flash4(*x, mask, see), tensors, grad)
     wanted = with_gradients(lambda *x: attend_dense(*x, layout, see), [x.float() for x in tensors], grad)
@@ -148,7 +149,7 @@ def test_documents_equal_separate_attention_on_a_gpu(
 @needs_flash4
 def test_a_compiled_layer_on_a_gpu_equals_the_eager_one() -> None:
     """Inductor compiles what stands around the operators into one graph, and other tables compile nothing."""
-    run_compiled(CUDA, torch.bfloat16, "inductor", 1e-2)
+    run_compiled(CUDA, BF16, "inductor", 1e-2)
 
 
 def separate_attention(
@@ -314,15 +315,16 @@ def test_documents_surround_the_kernel_rightly(window: int | None, softcap: floa
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line says which of device, head size and package stands in the way; None means that nothing does."""
-    assert why_not_flash4(128, torch.device("cpu"), blocks=True) == "FlashAttention-4 has no kernels for cpu"
+    assert why_not_flash4(128, torch.device("cpu"), BF16, blocks=True) == "FlashAttention-4 has no kernels for cpu"
     installed: set[str] = {"cutlass", "quack", "tvm_ffi"}
     monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "10.0" in str(why_not_flash4(128, CUDA, blocks=True))
-    assert "steps of 8, not 256" in str(why_not_flash4(256, CUDA, blocks=False))
+    assert "not float32" in str(why_not_flash4(128, CUDA, torch.float32, blocks=True))
+    assert "10.0" in str(why_not_flash4(128, CUDA, BF16, blocks=True))
+    assert "steps of 8, not 256" in str(why_not_flash4(256, CUDA, BF16, blocks=False))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "steps of 8, not 256" in str(why_not_flash4(256, CUDA, blocks=True))
-    assert "steps of 8, not 12" in str(why_not_flash4(12, CUDA, blocks=True))
-    assert str(why_not_flash4(256, CUDA, blocks=False)).startswith("flash_attn.cute is missing: pip install")
+    assert "steps of 8, not 256" in str(why_not_flash4(256, CUDA, BF16, blocks=True))
+    assert "steps of 8, not 12" in str(why_not_flash4(12, CUDA, BF16, blocks=True))
+    assert str(why_not_flash4(256, CUDA, BF16, blocks=False)).startswith("flash_attn.cute is missing: pip install")
     installed.add("flash_attn.cute")
-    assert why_not_flash4(256, CUDA, blocks=False) is None and why_not_flash4(64, CUDA, blocks=True) is None
+    assert why_not_flash4(256, CUDA, BF16, blocks=False) is None and why_not_flash4(64, CUDA, BF16, blocks=True) is None

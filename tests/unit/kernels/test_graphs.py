@@ -19,7 +19,13 @@ class Graph:
 
 def runner(mode: str, log: list[str], monkeypatch: pytest.MonkeyPatch) -> GraphRunner:
     made = GraphRunner(lambda v: log.append(f"work {v}"), "test", mode, lambda: log.append("prepare"))
-    monkeypatch.setattr(made, "_record", lambda variant: log.append(f"record {variant}") or Graph(variant, log))
+
+    def record(variant: int) -> bool:
+        log.append(f"record {variant}")
+        made._graphs[variant] = Graph(variant, log)  # type: ignore[assignment]
+        return True
+
+    monkeypatch.setattr(made, "_record", record)
     return made
 
 
@@ -34,7 +40,8 @@ def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_variant_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After warming up, buffers are made, and each variant is recorded at its first call and replayed at all."""
+    """After warming up, buffers are made; each variant is launched once more, so that it builds what it needs, recorded
+    at its next call, and replayed from then on."""
     log: list[str] = []
     run = runner("on", log, monkeypatch)
     for _ in range(WARM_UP_CALLS):
@@ -43,9 +50,25 @@ def test_each_variant_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run(1)
     assert run.is_replaying and log == ["work 1"] * WARM_UP_CALLS + ["prepare", "work 1"]
     log.clear()
-    for variant in (1, 2, 1, 2):
+    for variant in (1, 2, 1, 2, 2):
         run(variant)
-    assert log == ["record 1", "replay 1", "record 2", "replay 2", "replay 1", "replay 2"]
+    assert log == ["work 1", "work 2", "record 1", "replay 1", "record 2", "replay 2", "replay 2"]
+
+
+def test_what_cannot_be_recorded_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording that fails is no failure of the run: the work is launched, then and later, and the note says why."""
+    log: list[str] = []
+    run = runner("on", log, monkeypatch)
+
+    def fail(variant: int) -> bool:
+        run._mode, run.is_replaying = "off", False
+        return False
+
+    monkeypatch.setattr(run, "_record", fail)
+    for _ in range(WARM_UP_CALLS + 4):
+        run(0)
+    assert log == ["work 0"] * WARM_UP_CALLS + ["prepare"] + ["work 0"] * 4
+    assert not run.needs_fixed_inputs
 
 
 @pytest.mark.parametrize("launch_bound", [True, False])

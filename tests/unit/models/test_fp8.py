@@ -71,3 +71,15 @@ def test_a_target_says_what_fp8_does_to_its_taps(tmp_path: Path) -> None:
     error = float((found - wanted).norm() / wanted.norm())
     assert 0.5 * said < error < 2 * said and 0.005 < said < 0.2
     assert plain.quantization_note is None
+
+
+def test_fp8_is_no_other_target(tmp_path: Path) -> None:
+    """The fingerprint is that of the weights that were loaded, so that other weights are still told apart."""
+    folder = tmp_path / "llama"
+    plain, fp8 = tiny.target("llama", folder), tiny.target("llama", folder, fp8=True)
+    assert fp8.fingerprint() == plain.fingerprint()
+    other = tiny.causal_lm("llama")
+    with torch.no_grad():
+        other.get_decoder().layers[1].mlp.up_proj.weight.mul_(1.5)
+    tiny.save(other, tmp_path / "other")
+    assert tiny.target("llama", tmp_path / "other", fp8=True).fingerprint() != plain.fingerprint()

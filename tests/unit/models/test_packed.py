@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from benchmarks import shapes
 from paceline.config import Kernels
+from paceline.kernels.flash4 import DocumentStarts
 from paceline.models.packed import CompiledLayers, layer_windows, packed_attention
 from paceline.models.target import Target
 from tests import tiny
@@ -119,3 +121,36 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
             assert all(torch.equal(layer(x), want) for layer, want in zip(layers, wanted, strict=True))
     assert compiled == ["Linear"] * 4
     assert rows.notes == ["Layer is not compiled, its MLP alone is: graph break"]
+
+
+def test_frequencies_that_follow_the_longest_document_are_not_packed(tmp_path: Path) -> None:
+    """Dynamic rotary frequencies would be those of a row's longest document for all: such targets run one by one."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    tiny.save(tiny.causal_lm("llama", rope_parameters=rope, max_position_embeddings=32), tmp_path / "llama")
+    target = tiny.target("llama", tmp_path / "llama", packing="packed", kernels=FLEX)
+    assert target.route == "one_by_one" and "dynamic frequencies" in target.packing_note
+
+
+def test_every_thread_has_documents_of_its_own() -> None:
+    """What one thread says of its row, another does not read; the handle, which layers are compiled for, is one."""
+    starts = DocumentStarts()
+    starts.cu_seqlens = torch.tensor([0, 3])
+    seen: list[object] = []
+
+    def other() -> None:
+        seen.append(starts.cu_seqlens)
+        starts.cu_seqlens = torch.tensor([0, 9])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [None] and starts.cu_seqlens.tolist() == [0, 3]
+
+
+def test_compiled_layers_can_be_left_as_they_were() -> None:
+    """After `undo` the layers have no trace of it, so that another route can compile them anew."""
+    layers = nn.ModuleList([Layer()])
+    rows = CompiledLayers(layers)
+    assert "forward" in vars(layers[0])
+    rows.undo()
+    assert "forward" not in vars(layers[0])

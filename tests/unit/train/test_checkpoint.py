@@ -179,3 +179,11 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     (place / "state.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="has another format than 1"):
         checkpoint.load_state(place)
+
+
+def test_the_anchors_of_a_run_are_found(tmp_path: Path) -> None:
+    """The newest readable state says how many anchors the run has; without one there is nothing to say."""
+    assert checkpoint.saved_num_anchors(tmp_path) is None
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "state.json").write_text("{")
+    assert checkpoint.saved_num_anchors(tmp_path) == 32
