@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --out benchmarks/results/step-h200.json       # every case, about 6 minutes
     python -m benchmarks.step --cases qwen3-8b --seconds 6
+    python -m benchmarks.step --peers specforge speculators --out ...       # the same beside other trainers
     python -m benchmarks.step --cases tiny --device cpu --seconds 0.1       # does it run at all?
 
 The work unit is DESIGN's: Qwen3-8B's shape, 5 draft layers, K = 16, full vocabulary, 12,288 packed tokens, 2,048
@@ -356,6 +357,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--warmup", type=float, default=3.0)
     parser.add_argument("--brief", action="store_true", help="Times alone, without looking into a step.")
+    parser.add_argument("--peers", nargs="*", choices=["specforge", "speculators"], default=[])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -376,12 +378,75 @@ def main() -> None:
         if on_gpu:
             torch.cuda.empty_cache()
         if options.out:
-            write(options.out, results, rate, on_gpu)
+            write(options.out, results, {}, rate, on_gpu)
+    if options.peers:
+        peers = run_peers(options.peers, device, options.seconds, options.warmup)
+        print(json.dumps(headline(results, peers), indent=1), flush=True)
+        if options.out:
+            write(options.out, results, peers, rate, on_gpu)
 
 
-def write(out: Path, results: dict[str, Any], rate: float | None, on_gpu: bool) -> None:
+def run_peers(names: list[str], device: torch.device, seconds: float, warmup: float) -> dict[str, Any]:
+    """Other trainers' steps on the work unit, in this process; imported late, as one of them changes the compiler's
+    settings. One that fails leaves its reason."""
+    from benchmarks import peers
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = peers.SHAPES["qwen3-8b" if device.type == "cuda" else "tiny"]
+    timings = {"specforge": peers.time_specforge, "speculators": peers.time_speculators}
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = timings[name](
+                shape, device, dtype, compiled=device.type == "cuda", seconds=seconds, warmup=warmup
+            )
+        except Exception as error:  # the other peer, and our own figures, are worth keeping
+            found[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
+            logging.exception("%s failed", name)
+        torch.compiler.reset()
+        peers.release()
+    return {"versions": peers.versions(), "stubs": peers.stubbed(), **found}
+
+
+def headline(cases: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
+    """What a reader asks first: the faster of the work unit's two attentions, ragged rows, small targets, and how many
+    times as long other trainers take for the same work (`ragged_ratio`: for the same useful tokens)."""
+
+    def timed(*names: str) -> dict[str, Any] | None:
+        found = [case for name in names if "ms_per_step" in (case := cases.get(name, {}))]
+        return min(found, key=lambda case: case["ms_per_step"], default=None)
+
+    unit, ragged = timed("qwen3-8b", "qwen3-8b-flash4"), timed("qwen3-8b-uniform", "qwen3-8b-uniform-flash4")
+    chat, fp8 = timed("qwen3-8b-chat", "qwen3-8b-chat-flash4"), timed("qwen3-8b-fp8", "qwen3-8b-fp8-flash4")
+    small, eager = timed("smollm2-135m", "smollm2-135m-flash4"), timed("smollm2-135m-eager")
+    head: dict[str, Any] = {}
+    if unit:
+        wanted = ("ms_per_step", "tok_per_s", "share_of_matmul", "peak_gib", "host_syncs_per_step")
+        head = {key: unit.get(key) for key in (*wanted, "device_allocs_per_step", "attention")}
+    if ragged:
+        head["ragged"] = {"tok_per_s": ragged["tok_per_s"], "chat_tok_per_s": chat["tok_per_s"] if chat else None}
+    if fp8:
+        head["fp8"] = {key: fp8[key] for key in ("ms_per_step", "tok_per_s", "fp8")}
+    if small:
+        head["small"] = {
+            "tok_per_s": small["tok_per_s"],
+            "speedup_vs_eager": eager["ms_per_step"] / small["ms_per_step"] if eager else None,
+        }
+    for name in ("specforge", "speculators"):
+        found = peers.get(name, {}).get("with_target")
+        if found and unit:
+            ratio = found["median_ms"] / unit["ms_per_step"]
+            entry = {"ms_per_step": found["median_ms"], "tok_per_s": found["tok_per_s"], "ratio": ratio}
+            if (others := peers[name].get("ragged_with_target")) and ragged:
+                entry["ragged_ratio"] = ragged["tok_per_s"] / others["tok_per_s"]
+            head.setdefault("peers", {})[name] = entry
+    return head
+
+
+def write(out: Path, results: dict[str, Any], peers: dict[str, Any], rate: float | None, on_gpu: bool) -> None:
     """The result file, as far as there are results."""
     summary = {
+        **headline(results, peers),
         "command": re.sub(r" --out \S+", "", " ".join(["python -m benchmarks.step", *sys.argv[1:]])),
         "machine": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "matmul_tflop_per_s": rate,
@@ -391,6 +456,7 @@ def write(out: Path, results: dict[str, Any], rate: float | None, on_gpu: bool) 
             **{name: version(name) for name in ("torch", "transformers")},
         },
         "cases": results,
+        "peers_in_full": peers,
     }
     out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import packing, peers, timing
+from benchmarks import packing, peers, step, timing
 from benchmarks.cpu import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_cpu_benchmark_runs(tmp_path: Path) -> None:
@@ -61,3 +66,38 @@ def test_a_peer_steps(name: str) -> None:
     assert 3.0 < first < 6.0
     assert min(float(feed()) for _ in range(20)) < first
     peer.check_finite()
+
+
+def test_the_headline_compares_like_with_like() -> None:
+    """Ratios are of the faster of our own cases, with the target in both, ragged rows by useful tokens."""
+    cases = {
+        "qwen3-8b": {"ms_per_step": 800.0, "tok_per_s": 15e3, "share_of_matmul": 0.8, "attention": "flex"},
+        "qwen3-8b-flash4": {"ms_per_step": 750.0, "tok_per_s": 16e3, "share_of_matmul": 0.85, "attention": "flash4"},
+        "qwen3-8b-uniform": {"ms_per_step": 760.0, "tok_per_s": 15.5e3},
+        "qwen3-8b-chat": {"failed": "OutOfMemoryError"},
+        "smollm2-135m": {"ms_per_step": 25.0, "tok_per_s": 320e3},
+        "smollm2-135m-eager": {"ms_per_step": 65.0, "tok_per_s": 120e3},
+    }
+    peers = {
+        "specforge": {
+            "with_target": {"median_ms": 1200.0, "tok_per_s": 10e3},
+            "ragged_with_target": {"median_ms": 1800.0, "tok_per_s": 5e3},
+        },
+        "speculators": {"failed": "RuntimeError"},
+    }
+    head = step.headline(cases, peers)
+    assert (head["ms_per_step"], head["attention"]) == (750.0, "flash4")
+    assert head["ragged"] == {"tok_per_s": 15.5e3, "chat_tok_per_s": None}
+    assert head["small"] == {"tok_per_s": 320e3, "speedup_vs_eager": 2.6}
+    assert head["peers"] == {"specforge": {"ms_per_step": 1200.0, "tok_per_s": 10e3, "ratio": 1.6, "ragged_ratio": 3.1}}
+    assert step.headline({}, {}) == {}
+
+
+def test_the_step_benchmark_runs(tmp_path: Path) -> None:
+    """On a CPU at a tiny shape it trains, and writes what it timed."""
+    out = tmp_path / "step.json"
+    command = [sys.executable, "-m", "benchmarks.step", "--cases", "tiny", "--device", "cpu", "--out", str(out)]
+    subprocess.run([*command, "--seconds", "0.01", "--warmup", "0"], check=True, cwd=ROOT, capture_output=True)
+    case = json.loads(out.read_text())["cases"]["tiny"]
+    assert case["loss"][1] < case["loss"][0] and case["tok_per_s"] > 0 and case["useful_tflop"] > 0
+    assert str(tmp_path) not in out.read_text()
