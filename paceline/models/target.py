@@ -262,7 +262,10 @@ class Target:
         # our own attention function takes whatever it is given, while the library's build masks by themselves
         own = self._trunk.config._attn_implementation == ATTENTION
         masks = {"attention_mask": self._dense_masks(tokens)} if own else {}
-        self._run(slot, input_ids[None].to(self.device), **masks)
+        edges = self._edge_kwargs(
+            torch.tensor([0, len(input_ids)])
+        )  # else kernels would be chosen for both ways to run
+        self._run(slot, input_ids[None].to(self.device), **masks, **edges)
         return slot
 
     def _run_one_by_one(self, tokens: TokenBatch, cache: FeatureCache | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -28,6 +29,10 @@ def learning_rate(step: int, total_steps: int, optim: Optim) -> float:
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * cosine)
 
 
+ALIGNMENT = 64
+"""Elements that a tensor's place in a flat buffer is a multiple of, so that kernels load whole words."""
+
+
 class MasterAdamW:
     """AdamW on float32 masters of a drafter that computes in another type; nothing in it waits for the device.
 
@@ -35,8 +40,11 @@ class MasterAdamW:
     in float32, whatever type they come in. An update whose gradient is not finite is left out, and so is every later
     one: the weights stay those of the last good step, however late somebody looks.
 
+    Masters, averages, copies and sums lie in one buffer each, matrices first and then vectors, which do not decay: sums
+    are turned into an update by two launches, where single tensors take two each.
+
     Args:
-        drafter: float32; its parameters are converted to `dtype` here.
+        drafter: float32; its parameters become views of the copies, in `dtype`.
         dtype: Compute type.
         sums_gradients: Whether a step has several micro-batches; then a float32 gradient is kept beside each master.
 
@@ -48,27 +56,44 @@ class MasterAdamW:
 
     def __init__(self, drafter: nn.Module, optim: Optim, dtype: torch.dtype, sums_gradients: bool) -> None:
         self.optim = optim
-        self._is_copy = dtype != torch.float32
-        own = {name: parameter.detach() for name, parameter in drafter.named_parameters()}
-        self.masters = {name: weight.clone() for name, weight in own.items()} if self._is_copy else own
-        drafter.to(dtype)
         self._parameters = dict(drafter.named_parameters())
-        self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        device = next(iter(self.masters.values())).device
+        places, end = {}, 0
+        for name, parameter in sorted(self._parameters.items(), key=lambda item: item[1].dim() <= 1):
+            places[name] = end
+            end += math.ceil(parameter.numel() / ALIGNMENT) * ALIGNMENT
+        self._places = places
+        vectors = [places[name] for name, parameter in self._parameters.items() if parameter.dim() <= 1]
+        self._edges = (0, min(vectors, default=end), end)
+        device = drafter.get_parameter(next(iter(places))).device
+        self._flat = {key: torch.zeros(end, device=device) for key in ("master", "exp_avg", "exp_avg_sq")}
+        self.masters, self.exp_avg, self.exp_avg_sq = (self._views(flat) for flat in self._flat.values())
+        is_copy = dtype != torch.float32
+        self._flat_copy = torch.zeros(end, dtype=dtype, device=device) if is_copy else None
+        self._copies = self._views(self._flat_copy) if self._flat_copy is not None else None
+        for name, parameter in self._parameters.items():
+            self.masters[name].copy_(parameter.detach())
+            parameter.data = (self.masters if self._copies is None else self._copies)[name]
+        if self._flat_copy is not None:
+            self._flat_copy.copy_(self._flat["master"])
         self.failed = torch.zeros((), device=device)
         self._hyper = torch.zeros(4, device=device)
-        self._sums: dict[str, Tensor] | None = None
+        self._flat_sums: Tensor | None = None
         if sums_gradients:
             self.sum_gradients()
 
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        return {
+            name: flat[self._places[name] :][: parameter.numel()].view(parameter.shape)
+            for name, parameter in self._parameters.items()
+        }
+
     def sum_gradients(self) -> None:
         """From now on keep float32 sums of gradients, in place for good: for several micro-batches, and for graphs."""
-        if self._sums is not None:
+        if self._flat_sums is not None:
             return
-        self._sums = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        for name, parameter in self._parameters.items():
-            add = _adding_to(self._sums[name])
+        self._flat_sums = torch.zeros_like(self._flat["master"])
+        for name, total in self._views(self._flat_sums).items():
+            parameter, add = self._parameters[name], _adding_to(total)
             if parameter.grad is not None:
                 add(parameter)
             parameter.register_post_accumulate_grad_hook(add)
@@ -88,36 +113,42 @@ class MasterAdamW:
             weight: float scalar on the device, above 0.
         Returns: float32 scalar on the device, the norm of the gradient before clipping.
         """
-        grads = self.gradients()
+        grads = self.gradients() if self._flat_sums is None else {"all": self._flat_sums}
         norm = (squared_norm(list(grads.values())).sqrt() / weight).float()
         self.failed.copy_(torch.maximum(self.failed, (~norm.isfinite()).float()))
         scale = (self.optim.clip / (norm + 1e-6)).clamp(max=1.0) / weight
         self._hyper[3].copy_(torch.where(self.failed > 0, 0.0, scale))
-        for name, grad in grads.items():
-            adamw_(
-                self.masters[name],
-                self.exp_avg[name],
-                self.exp_avg_sq[name],
-                grad,
-                self._parameters[name].detach() if self._is_copy else None,
-                self._hyper,
-                betas=self.optim.betas,
-                eps=EPS,
-                weight_decay=self.optim.weight_decay if grad.dim() > 1 else 0.0,
-            )
+        if self._flat_sums is None:
+            for name, grad in grads.items():
+                copy = None if self._copies is None else self._copies[name]
+                self._update(self.masters[name], self.exp_avg[name], self.exp_avg_sq[name], grad, copy, grad.dim() > 1)
+        else:
+            for start, end in itertools.pairwise(self._edges):
+                copy = None if self._flat_copy is None else self._flat_copy[start:end]
+                master, exp_avg, exp_avg_sq = (flat[start:end] for flat in self._flat.values())
+                self._update(master, exp_avg, exp_avg_sq, self._flat_sums[start:end], copy, start == 0)
         self.zero_grad()
         return norm
 
+    def _update(
+        self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, copy: Tensor | None, decays: bool
+    ) -> None:
+        weight_decay = self.optim.weight_decay if decays else 0.0
+        adamw_(
+            master, exp_avg, exp_avg_sq, grad, copy, self._hyper,
+            betas=self.optim.betas, eps=EPS, weight_decay=weight_decay,
+        )  # fmt: skip
+
     def gradients(self) -> dict[str, Tensor]:
-        """Sums over the step's micro-batches by name; parameters that took no part are left out."""
-        if self._sums is not None:
-            return self._sums
+        """Sums over the step's micro-batches by name; parameters that took no part are left out if nothing is kept."""
+        if self._flat_sums is not None:
+            return self._views(self._flat_sums)
         return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
         """Forget what has been summed."""
-        if self._sums is not None:
-            torch._foreach_zero_(list(self._sums.values()))
+        if self._flat_sums is not None:
+            self._flat_sums.zero_()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -138,11 +169,11 @@ class MasterAdamW:
         """Take over masters and, if any, the state that belongs to them. Raises: KeyError naming what is missing."""
         for name, master in self.masters.items():
             master.copy_(weights[name])
-            if self._is_copy:
-                self._parameters[name].detach().copy_(master)
             if state is not None:
                 self.exp_avg[name].copy_(state[f"exp_avg.{name}"])
                 self.exp_avg_sq[name].copy_(state[f"exp_avg_sq.{name}"])
+        if self._flat_copy is not None:
+            self._flat_copy.copy_(self._flat["master"])
 
 
 def _adding_to(total: Tensor) -> Callable[[Tensor], None]:

@@ -34,11 +34,12 @@ def give_gradients(drafter: torch.nn.Module, seed: int) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def test_updates_are_those_of_pytorchs_adamw() -> None:
+@pytest.mark.parametrize("sums_gradients", [False, True])
+def test_updates_are_those_of_pytorchs_adamw(sums_gradients: bool) -> None:
     """Divided by the weight, clipped, decayed (matrices only): five updates equal PyTorch's on the same gradients."""
     optim = Optim(weight_decay=0.1, clip=0.5)
     ours, theirs = tiny.drafter(), tiny.drafter()
-    optimizer = MasterAdamW(ours, optim, torch.float32, sums_gradients=False)
+    optimizer = MasterAdamW(ours, optim, torch.float32, sums_gradients)
     groups = [
         {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
@@ -46,8 +47,9 @@ def test_updates_are_those_of_pytorchs_adamw() -> None:
     reference = torch.optim.AdamW(groups, betas=optim.betas, eps=EPS)
     for step in range(5):
         weight = torch.tensor(3.0 + step)
-        give_gradients(ours, step)
         give_gradients(theirs, step)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            (mine * other.grad).sum().backward()  # as training has it: hooks see it
         for parameter in theirs.parameters():
             parameter.grad /= weight
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), optim.clip)
