@@ -199,7 +199,8 @@ def load_target(config: RunConfig) -> Target:
     torch.set_num_threads(int(config.topology.threads))
     torch.use_deterministic_algorithms(config.run.deterministic)
     if config.run.device.startswith("cuda"):
-        torch.cuda.set_device(config.run.device)  # events and graphs are the current device's
+        if (device := torch.device(config.run.device)).index is not None:
+            torch.cuda.set_device(device)  # events and graphs are the current device's
         keep_compiled_kernels()
     if config.run.deterministic:  # cuBLAS is deterministic only with a fixed workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
