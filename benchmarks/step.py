@@ -276,7 +276,7 @@ def kernel_times(bench: Bench, steps: int = 2) -> dict[str, Any]:
         spans.append((event.time_range.start, event.time_range.end))
         kind = next((k for k, parts in KERNELS.items() if any(p in event.name for p in parts)), "other")
         by_kind[kind] = by_kind.get(kind, 0.0) + ms
-        by_name[event.name] = by_name.get(event.name, 0.0) + ms
+        by_name[event.name[:200]] = by_name.get(event.name[:200], 0.0) + ms
     spans.sort()
     busy, reach = 0.0, spans[0][0]
     for start, end in spans:
@@ -285,7 +285,7 @@ def kernel_times(bench: Bench, steps: int = 2) -> dict[str, Any]:
     longest = sorted(by_name.items(), key=lambda item: -item[1])[:14]
     return {
         "by_kind_ms": {kind: round(ms, 2) for kind, ms in sorted(by_kind.items(), key=lambda item: -item[1])},
-        "longest_ms": {name[:90]: round(ms, 2) for name, ms in longest},
+        "longest_ms": {name: round(ms, 2) for name, ms in longest},
         "kernels_per_step": len(spans) / steps,
         "idle_frac": 1.0 - busy / (reach - spans[0][0]),
     }
