@@ -152,7 +152,9 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
         run.write_config(config)
         run.write_json("run.json", _run_record(resolved, target, trainer, state.step))
         run.event("resumed" if state.step else "started", step=state.step)
-        notes = [target.packing_note, target.quantization_note, trainer.attention_note]
+        notes = [target.packing_note, target.quantization_note]
+        if target.device.type == "cuda":  # on the CPU there is no choice to report
+            notes.append(trainer.attention_note)
         if compiles:
             notes.append("the first step compiles the drafter's layers: some 40 seconds the first time on a machine")
         progress.start(config, resolved, state.step, [note for note in notes if note])
