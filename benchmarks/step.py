@@ -363,13 +363,15 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
+    if device.index is not None:
+        torch.cuda.set_device(device)
     rate = matmul_rate() if on_gpu else None
     results: dict[str, Any] = {}
     for case in (case for case in CASES if case.name in options.cases):
         try:
             results[case.name] = run_case(case, device, options.seconds, options.warmup, rate, not options.brief)
         except Exception as error:  # one case that fails must not cost the others' results
-            results[case.name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            results[case.name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
             logging.exception("%s failed", case.name)
         brief = {k: v for k, v in results[case.name].items() if k not in ("ms",)}
         print(case.name, json.dumps(brief, indent=1), flush=True)

@@ -61,8 +61,8 @@ class Target(_Section):
     """Run Python code that comes with the model folder."""
     fp8: bool = False
     """Multiply in fp8 on a GPU that can (Hopper, Ada and newer), with bfloat16 weights. Features carry some seven times
-    bfloat16's rounding error then; a run records how much. Natural where serving is in fp8. A prototype's step took an
-    eighth less with an 8 B target; not measured here yet."""
+    bfloat16's rounding error then; a run records how much. Natural where serving is in fp8. What it gains was not
+    measured yet."""
 
 
 class Draft(_Section):

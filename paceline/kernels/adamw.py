@@ -2,7 +2,7 @@
 
 The weights that learn are float32 masters; the copy that the model computes with, often bfloat16, is written along the
 way. Rate, bias corrections and the factor of the gradient are read from the device, so that no update waits for the
-host and a CUDA graph can hold it: 1.05 B parameters take 8.3 ms on an H200, torch's fused AdamW with the casts 15.9.
+host and a CUDA graph can hold it: 1.05 B parameters take 7.6 ms on an H200.
 On CUDA this is the kernel of `adamw_triton`; what stands here is the same in plain tensors.
 """
 
@@ -13,6 +13,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+SPAN_ELEMENTS = 32_768
+"""Elements whose squares are summed first, on CUDA. Tensors that begin at multiples of it in a flat buffer have the
+buffer's norm to the bit."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What `adamw` does on CUDA, one launch a tensor. Imports Triton, and so is imported by CUDA code only."""
+"""What `adamw` does on CUDA, one launch a call and tensor. Imports Triton, and so is imported by CUDA code only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import triton  # type: ignore[import-not-found, unused-ignore]  # a part of torc
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from paceline.kernels.adamw import SPAN_ELEMENTS
+
 BLOCK = 1024
 """Elements of one program: four for each thread of its 8 warps, so that float32 and bfloat16 tensors are spread alike
 over the threads. With eight, values would change threads through shared memory."""
 
-SPAN = 32
+SPAN = SPAN_ELEMENTS // BLOCK
 """Blocks whose squares one program sums up."""
 
 

@@ -26,45 +26,55 @@ class GraphRunner:
 
     The work may read only tensors that stay in place and must leave its results in such; it may not wait for the
     device. It is called as it is for `WARM_UP_CALLS`, then once between two events; where the host needed most of that
-    time to launch it, every later call is a replay.
+    time to launch it, each variant is launched once more, recorded at its next call and replayed from then on.
 
     Args:
         work: The launches; its argument says which variant of the work, each with a graph of its own.
         name: For the log.
         mode: ``auto``, ``on`` (no measurement) or ``off``.
         prepare: Called once before the first recording: for buffers that only a graph needs.
+        recover: Called when a recording has failed, before the work is launched: to drop what it has left half-made.
+
+    Attributes:
+        note: Why work is replayed or not, in one line.
     """
 
     def __init__(
-        self, work: Callable[[int], None], name: str, mode: str, prepare: Callable[[], None] = lambda: None
+        self,
+        work: Callable[[int], None],
+        name: str,
+        mode: str,
+        prepare: Callable[[], None] = lambda: None,
+        recover: Callable[[], None] = lambda: None,
     ) -> None:
         self._work = work
         self._prepare = prepare
+        self._recover = recover
         self._name = name
         self._mode = mode
         self._calls = 0
         self._seen: set[int] = set()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.note = {"auto": "not measured yet", "on": "replayed from a CUDA graph"}.get(
-            mode, "launched kernel by kernel"
-        )
-        """Why work is replayed or not, in one line."""
+        self._failed: torch.cuda.CUDAGraph | None = None
+        self._is_decided = False
+        notes = {"auto": "not measured yet", "on": "replayed from a CUDA graph"}
+        self.note = notes.get(mode, "launched kernel by kernel")
         self.is_replaying = False
 
     @property
     def needs_fixed_inputs(self) -> bool:
         """Whether a graph reads the inputs, or may come to."""
-        return self._mode != "off" and (self.is_replaying or self._calls <= WARM_UP_CALLS)
+        return self._mode != "off" and (self.is_replaying or not self._is_decided)
 
     def __call__(self, variant: int = 0) -> None:
         """Do the work."""
         self._calls += 1
-        if self._mode == "off" or self._calls <= WARM_UP_CALLS:
-            self._work(variant)
-        elif self._calls == WARM_UP_CALLS + 1:
+        is_new = variant not in self._seen
+        self._seen.add(variant)  # what it has to build or choose is neither timed nor recorded
+        if self._mode != "off" and not self._is_decided and self._calls > WARM_UP_CALLS and not is_new:
+            self._is_decided = True
             self._measure(variant)
-        elif not self.is_replaying or variant not in self._seen:
-            self._seen.add(variant)  # what it has to build or choose is built and chosen outside of a recording
+        elif not self.is_replaying or is_new:
             self._work(variant)
         elif variant in self._graphs or self._record(variant):
             self._graphs[variant].replay()
@@ -107,9 +117,12 @@ class GraphRunner:
                 self._work(variant)
         except Exception as error:  # whatever cannot be recorded can still be launched
             torch.cuda.set_stream(stream)  # a recording that fails may leave its own behind
+            self._failed = graph  # the allocator may still ask it where memory goes
             self._mode, self.is_replaying = "off", False
             self._graphs.clear()
-            self.note = f"launched kernel by kernel, as recording failed: {str(error).splitlines()[0]}"
+            self._recover()
+            reason = str(error.__context__ or error).splitlines() or [type(error).__name__]
+            self.note = f"launched kernel by kernel, as recording failed: {reason[0]}"
             log.warning("%s is %s", self._name, self.note)
             return False
         self._graphs[variant] = graph

@@ -153,6 +153,7 @@ class Target:
         for place, module in enumerate(tapped):
             module.register_forward_hook(self._capture(place))
         self._num_captured = len(tapped)
+        self._use_device()
         documents = _probe_documents(shape.vocab_size)
         self._fingerprint: str | None = None
         self._compiles = self.device.type == "cuda" and self._kernels.compile and not fp8
@@ -220,8 +221,7 @@ class Target:
         Args:
             cache: Used when documents run one by one, where a document's features are the same bits in any packing.
         """
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # each thread has a current one
+        self._use_device()
         if self.route == "one_by_one":
             joined = self._run_one_by_one(tokens, cache)
         else:
@@ -232,7 +232,13 @@ class Target:
     @torch.no_grad()
     def document_features(self, input_ids: Tensor) -> Tensor:
         """Context features ``[n, L*D]`` of one document run alone; input ids int64 ``[n]``."""
+        self._use_device()
         return self._run_alone(input_ids, self.feature_dtype)[:, : self.feature_size]
+
+    def _use_device(self) -> None:
+        """Make the target's GPU this thread's current one: events, graphs and some kernels go by that."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def fingerprint(self) -> str:
         """SHA-256 of the shape and of a few weights of every tensor: tells another target, not another folder."""

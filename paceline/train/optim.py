@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config import Optim
-from paceline.kernels.adamw import adamw_, squared_norm
+from paceline.kernels.adamw import SPAN_ELEMENTS, adamw_, squared_norm
 
 EPS = 1e-8
 """Added to AdamW's denominator: PyTorch's own default."""
@@ -30,7 +30,7 @@ def learning_rate(step: int, total_steps: int, optim: Optim) -> float:
 
 
 ALIGNMENT = 64
-"""Elements that a tensor's place in a flat buffer is a multiple of, so that kernels load whole words."""
+"""Elements that a tensor's place in a flat buffer is a multiple of on the CPU."""
 
 
 class MasterAdamW:
@@ -41,7 +41,7 @@ class MasterAdamW:
     one: the weights stay those of the last good step, however late somebody looks.
 
     Masters, averages, copies and sums lie in one buffer each, matrices first and then vectors, which do not decay: sums
-    are turned into an update by two launches, where single tensors take two each.
+    are turned into an update by a few launches, where single gradients take two each. Both ways give the same bits.
 
     Args:
         drafter: float32; its parameters become views of the copies, in `dtype`.
@@ -57,16 +57,17 @@ class MasterAdamW:
     def __init__(self, drafter: nn.Module, optim: Optim, dtype: torch.dtype, sums_gradients: bool) -> None:
         self.optim = optim
         self._parameters = dict(drafter.named_parameters())
+        device = next(iter(self._parameters.values())).device
+        alignment = SPAN_ELEMENTS if device.type == "cuda" else ALIGNMENT
         places, end = {}, 0
         for name, parameter in sorted(self._parameters.items(), key=lambda item: item[1].dim() <= 1):
             places[name] = end
-            end += math.ceil(parameter.numel() / ALIGNMENT) * ALIGNMENT
+            end += math.ceil(parameter.numel() / alignment) * alignment
         self._places = places
         vectors = [places[name] for name, parameter in self._parameters.items() if parameter.dim() <= 1]
         self._edges = (0, min(vectors, default=end), end)
-        device = drafter.get_parameter(next(iter(places))).device
-        self._flat = {key: torch.zeros(end, device=device) for key in ("master", "exp_avg", "exp_avg_sq")}
-        self.masters, self.exp_avg, self.exp_avg_sq = (self._views(flat) for flat in self._flat.values())
+        self._flat = {"master": torch.zeros(end, device=device)}
+        self.masters = self._views(self._flat["master"])
         is_copy = dtype != torch.float32
         self._flat_copy = torch.zeros(end, dtype=dtype, device=device) if is_copy else None
         self._copies = self._views(self._flat_copy) if self._flat_copy is not None else None
@@ -75,6 +76,8 @@ class MasterAdamW:
             parameter.data = (self.masters if self._copies is None else self._copies)[name]
         if self._flat_copy is not None:
             self._flat_copy.copy_(self._flat["master"])
+        self._flat |= {key: torch.zeros(end, device=device) for key in ("exp_avg", "exp_avg_sq")}
+        self.exp_avg, self.exp_avg_sq = (self._views(self._flat[key]) for key in ("exp_avg", "exp_avg_sq"))
         self.failed = torch.zeros((), device=device)
         self._hyper = torch.zeros(4, device=device)
         self._flat_sums: Tensor | None = None
@@ -113,8 +116,10 @@ class MasterAdamW:
             weight: float scalar on the device, above 0.
         Returns: float32 scalar on the device, the norm of the gradient before clipping.
         """
-        grads = self.gradients() if self._flat_sums is None else {"all": self._flat_sums}
-        norm = (squared_norm(list(grads.values())).sqrt() / weight).float()
+        grads = self.gradients()
+        in_order = [grads[name] for name in self._places if name in grads]  # as the buffer of the sums has them
+        norm = squared_norm(in_order if self._flat_sums is None else [self._flat_sums]).sqrt() / weight
+        norm = norm.float()
         self.failed.copy_(torch.maximum(self.failed, (~norm.isfinite()).float()))
         scale = (self.optim.clip / (norm + 1e-6)).clamp(max=1.0) / weight
         self._hyper[3].copy_(torch.where(self.failed > 0, 0.0, scale))
@@ -123,10 +128,10 @@ class MasterAdamW:
                 copy = None if self._copies is None else self._copies[name]
                 self._update(self.masters[name], self.exp_avg[name], self.exp_avg_sq[name], grad, copy, grad.dim() > 1)
         else:
-            for start, end in itertools.pairwise(self._edges):
+            for segment, (start, end) in enumerate(itertools.pairwise(self._edges)):
                 copy = None if self._flat_copy is None else self._flat_copy[start:end]
                 master, exp_avg, exp_avg_sq = (flat[start:end] for flat in self._flat.values())
-                self._update(master, exp_avg, exp_avg_sq, self._flat_sums[start:end], copy, start == 0)
+                self._update(master, exp_avg, exp_avg_sq, self._flat_sums[start:end], copy, segment == 0)
         self.zero_grad()
         return norm
 
@@ -149,6 +154,10 @@ class MasterAdamW:
         """Forget what has been summed."""
         if self._flat_sums is not None:
             self._flat_sums.zero_()
+        self.drop_unsummed()
+
+    def drop_unsummed(self) -> None:
+        """Forget gradients that are not in the sums: of a backward pass that was broken off."""
         for parameter in self._parameters.values():
             parameter.grad = None
 

@@ -122,7 +122,13 @@ class TrainStep:
         )
         self._run: Call = run_compiled if self._is_static and kernels.compile else call
         self._recompute = recompute
-        self._run_batch = GraphRunner(self._launch_batch, "drafter", graphs, self.optimizer.sum_gradients)
+        self._run_batch = GraphRunner(
+            self._launch_batch,
+            "drafter",
+            graphs,
+            prepare=self.optimizer.sum_gradients,
+            recover=self.optimizer.drop_unsummed,
+        )
         self._replay_update = GraphRunner(self._launch_update, "optimizer", "on")
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, weight, committed
         self._result = torch.zeros(5, dtype=torch.float64, device=self.device)

@@ -143,19 +143,20 @@ def test_no_hidden_cost(folder: Path, graphs: str) -> None:
     assert losses[-1] < losses[0] and step._run_batch.is_replaying == (graphs == "on")
 
 
-def test_graphs_and_repetition_change_no_bit(folder: Path) -> None:
-    """Eight updates give the same losses launched kernel by kernel, launched again, and replayed."""
+@pytest.mark.parametrize("batches_per_step", [1, 2])
+def test_graphs_and_repetition_change_no_bit(folder: Path, batches_per_step: int) -> None:
+    """Eight updates give the same losses launched kernel by kernel, launched again, and replayed, where gradients come
+    to be summed on the way."""
     runs = []
     for graphs in ("off", "off", "on"):
         kernels = Kernels(cuda_graphs=graphs)  # type: ignore[arg-type]  # one of its values
         target = wide_target(
             "llama", folder, device="cuda", dtype=torch.bfloat16, layer_ids=(0, 2), row_length=LENGTH, kernels=kernels
         )
-        # a step of two micro-batches sums its gradients in float32, as a graph does
-        step = make_step(target, "cuda", dtype=torch.bfloat16, kernels=kernels, batches_per_step=2)
+        step = make_step(target, "cuda", dtype=torch.bfloat16, kernels=kernels, batches_per_step=batches_per_step)
         losses = []
         for i in range(8):
-            for tokens in rows()[:2]:
+            for tokens in rows()[:batches_per_step]:
                 step.accumulate(target.features(tokens))
             losses.append(step.update(i).read())
         runs.append(losses)

@@ -173,3 +173,20 @@ def test_squared_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(adamw.squared_norm(grads)) == pytest.approx(wanted, rel=1e-6)
     grads[1][999] = float("inf")
     assert not adamw.squared_norm(grads).isfinite()
+
+
+@interpreted
+@pytest.mark.usefixtures("_kernels")
+def test_a_buffer_has_the_norm_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, where tensors begin at whole spans: a run may go over from one to the other."""
+    from paceline.kernels import adamw_triton
+
+    monkeypatch.setattr(adamw_triton, "SPAN", 3)
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.zeros(5 * 3 * 64)
+    tensors = []
+    for start, size in ((0, 2 * 192 - 7), (2 * 192, 192), (3 * 192, 1), (4 * 192, 100)):
+        part = torch.randn(size, generator=generator).bfloat16()
+        flat[start : start + size] = part
+        tensors.append(part)
+    assert torch.equal(adamw.squared_norm(tensors), adamw.squared_norm([flat]))
