@@ -215,8 +215,8 @@ RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "exp
 
 @torch.no_grad()
 def _fill(model: nn.Module, generator: torch.Generator) -> None:
-    """Weights of a size that a trained model's have: with all matrices alike, each layer would double the rounding
-    error of the one before, and no comparison of bfloat16 or fp8 features would say anything."""
+    """Weights of a size that a trained model's have: with all matrices alike, rounding errors grow so much
+    from layer to layer that a comparison of fp8 features says nothing."""
     parameters = dict(model.named_parameters())  # a tied weight comes once
     num_layers = max(1, sum(name.endswith("down_proj.weight") for name in parameters))
     is_tied = not any(name.startswith("lm_head") for name in parameters)

@@ -167,15 +167,13 @@ class Bench:
         )
         self.rows = make_rows(case, self.target_shape.vocab_size)
         self.count = 0
-        self.counts = {"tokens": 0, "blocks": 0, "predictions": 0}
 
     def step(self) -> Tensor:
         """Target, drafter, update; the loss, on the device."""
         for _ in range(self.case.batches_per_step):
             row = self.rows[self.count % len(self.rows)]
             self.count += 1
-            sums = self.trainer.accumulate(self.target.features(row))
-            self.counts = {"tokens": sums.tokens, "blocks": sums.blocks, "predictions": sums.num_rows}
+            self.trainer.accumulate(self.target.features(row))
         self.trainer.update(self.count)
         return self.trainer.last_loss()
 
@@ -190,26 +188,20 @@ class Bench:
         return {"tokens": tokens, "blocks": blocks, "predictions": predictions}
 
 
-def useful_flop(case: Case, draft: DraftShape, target_parameters: int, counts: dict[str, float]) -> float:
-    """Floating-point operations of a step's matrix products, attention apart; useful ones only.
-
-    The target's layers run forward over every token; the drafter's layers forward and twice as much backward over every
-    slot; the fused context's weights, keys and values; the head forward and once backward over what it predicts.
-    Source: the accounting of the project's plan, 2 per multiply-add.
-    """
+def useful_flop(case: Case, draft: DraftShape, counts: dict[str, float]) -> float:
+    """Floating-point operations of a step's matrix products, attention apart, as they are done: less than the method's
+    own count by what the first and the last draft layer leave out, and by slots that do not reach the head."""
     d, i = draft.hidden_size, draft.intermediate_size
     q, kv = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
-    layer = d * (2 * q + 2 * kv) + 3 * d * i
-    slots = case.num_anchors * draft.block_size * case.batches_per_step
-    tokens = counts["tokens"]
-    target = 2 * target_parameters * tokens
-    layers = 6 * draft.num_hidden_layers * layer * slots
+    anchors = case.num_anchors * case.batches_per_step
+    slots, lengths = anchors * draft.block_size, [int(counts["tokens"])]
+    num_layers = draft.target_layer_ids[-1] + 1
+    target = shapes.target_work(shapes.CONFIGS[case.target](), num_layers, lengths)["matmul"]
+    drafter = shapes.draft_work(draft, lengths, anchors)["matmul"]
     first = 6 * d * (q + 2 * kv) * slots * (1 - 1 / draft.block_size)  # projected once for all mask slots
     last = 6 * (q * d + 3 * d * i) * slots / draft.block_size  # slot 0 leaves after the last attention
-    fuse = 4 * len(draft.target_layer_ids) * d * d * tokens
-    context = 6 * draft.num_hidden_layers * 2 * d * kv * tokens
-    head = 4 * d * draft.vocab_size * counts["predictions"]
-    return target + layers - first - last + fuse + context + head
+    unscored = 4 * d * draft.vocab_size * (slots - anchors - counts["predictions"])
+    return target + drafter - first - last - unscored
 
 
 def matmul_rate(seconds: float = 2.0) -> float:
@@ -324,8 +316,7 @@ def run_case(
     measured = timing.measure(bench.step, seconds, warmup, device=device, compile_calls=4)
     first_s = [round(s, 2) for s in measured.pop("compile_s")]
     counts = bench.mean_counts()
-    parameters = sum(p.numel() for p in bench.target._trunk.layers.parameters())
-    flop = useful_flop(case, bench.draft_shape, parameters, counts)
+    flop = useful_flop(case, bench.draft_shape, counts)
     step_s = measured["median_ms"] / 1e3
     result: dict[str, Any] = {
         "ms_per_step": measured["median_ms"],

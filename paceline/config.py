@@ -60,9 +60,9 @@ class Target(_Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
     fp8: bool = False
-    """Multiply in fp8 on a GPU that can (Hopper, Ada and newer), with bfloat16 weights. Features carry some seven times
-    bfloat16's rounding error then; a run records how much. Natural where serving is in fp8. What it gains was not
-    measured yet."""
+    """Multiply in fp8 on a GPU that can (Hopper, Ada and newer), with bfloat16 weights. Features then carry
+    several times bfloat16's rounding error; a run records how much. Natural where serving is in fp8. What it gains was
+    not measured yet."""
 
 
 class Draft(_Section):
@@ -164,9 +164,9 @@ class Optim(_Section):
 class Kernels(_Section):
     attention: Literal["auto", "flex", "flash4", "per_document"] = "auto"
     """Attention of target and drafter on a GPU. flex: FlexAttention over masks that keep documents apart. flash4:
-    FlashAttention-4 if it is installed (`pip install 'paceline[fa4]'`), faster on Hopper; gradients are not the same
-    bits twice. per_document: PyTorch's own attention, with masks, or a document at a time. auto: flex where it can be
-    used. Without effect on the CPU."""
+    FlashAttention-4 if it is installed (extra `fa4`), faster on Hopper; gradients are not the same bits twice.
+    per_document: PyTorch's own attention, with masks, or a document at a time. auto: flex where it can be used. Without
+    effect on the CPU."""
     compile: bool = True
     """Compile layers on a GPU: a minute at the start, once a machine."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"

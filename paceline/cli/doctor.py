@@ -85,7 +85,7 @@ def _kernels() -> list[dict[str, Any]]:
             seen = f"{package} {importlib.metadata.version(package)}: {use}"
             checks.append(_check(name, True, seen))
         except importlib.metadata.PackageNotFoundError:
-            checks.append(_check(name, True, f"without {package}; with `pip install 'paceline[{extra}]'` {use}"))
+            checks.append(_check(name, True, f"without {package} (extra `{extra}`); with it {use}"))
     return checks
 
 

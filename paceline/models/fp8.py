@@ -1,8 +1,8 @@
 """Linear layers of a frozen target in fp8: half the bytes and, on Hopper and newer, twice the products a second.
 
 Weights have a scale for each output channel, inputs one for each token, both from their largest value. The inputs are
-scaled where they are made: compiled, that is a part of the norm or activation before the product. About seven times
-bfloat16's rounding error reaches the taps, so it is an option, to be judged by the acceptance length that comes of it.
+scaled where they are made: compiled, that is a part of the norm or activation before the product. In a prototype
+some seven times bfloat16's rounding error reached the taps, so it is an option, to be judged by the acceptance length.
 """
 
 from __future__ import annotations

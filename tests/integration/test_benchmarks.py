@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import packing, peers, step, timing
+from benchmarks import packing, peers, shapes, step, timing
 from benchmarks.cpu import main
 
 ROOT = Path(__file__).parents[2]
@@ -101,3 +101,15 @@ def test_the_step_benchmark_runs(tmp_path: Path) -> None:
     case = json.loads(out.read_text())["cases"]["tiny"]
     assert case["loss"][1] < case["loss"][0] and case["tok_per_s"] > 0 and case["useful_tflop"] > 0
     assert str(tmp_path) not in out.read_text()
+
+
+def test_work_is_counted_as_it_is_done() -> None:
+    """The work unit is 434.6 TFLOP by the method, of which 6.7 are left out exactly; fp8 does the same work."""
+    draft = shapes.draft_shape(shapes.target_shape(shapes.qwen3_8b()), (1, 9, 17, 25, 33))
+    counts = {"tokens": 12_288.0, "predictions": 2048.0 * 15}
+    done = step.useful_flop(step.WORK_UNIT, draft, counts)
+    assert done / 1e12 == pytest.approx(434.6 - 6.7, abs=0.1)
+    fp8 = next(case for case in step.CASES if case.name == "qwen3-8b-fp8")
+    assert step.useful_flop(fp8, draft, counts) == done
+    half = step.useful_flop(step.WORK_UNIT, draft, counts | {"predictions": 2048.0 * 7.5})
+    assert done - half == pytest.approx(4 * 4096 * 151_936 * 2048 * 7.5)
