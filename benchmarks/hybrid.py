@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -41,9 +42,12 @@ STARTED = time.perf_counter()
 RESULTS = Path(__file__).parent / "results"
 SUSTAINED_TFLOP_PER_S = 670.0
 NUM_BATCHES = 4
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Relative error of a row's features against its documents alone, by type: rounding moves a token to other experts here
-and there (rarely, but then by much), so that a mixture of experts is held to its row and not to every element."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+"""Relative error of a row's features against its documents alone, by type. In bfloat16 rounding alone makes 3.0e-2 in
+the hybrid's 62 layers, evenly over all documents and tokens (3.37e-2 at most for a token, 2026-11-30): a leak would
+spare the first document, and a small one is found by the target's own probe, which changes other documents' tokens.
+Rounding also moves a token to other experts here and there (rarely, but then by much), so that a mixture of experts is
+held to its row and not to every element."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +281,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     lengths = tuple(map(int, options.documents.split(","))) if options.documents else case.lengths
     case = Case(case.name, lengths, options.anchors or case.num_anchors, case.heads, case.result)
     result = {
-        "command": " ".join(["python -m benchmarks.hybrid", *arguments]),
+        "command": re.sub(r" --out \S+", "", " ".join(["python -m benchmarks.hybrid", *arguments])),
         "machine": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine(),
         "versions": _versions(),
         **run(options, case),

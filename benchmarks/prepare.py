@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         print(json.dumps(CHILDREN[options.child](options)))
         return {}
     if options.target is None:
-        from paceline.models.assets import FOLDER_NAME, default_cache_dir
+        from paceline.files import default_cache_dir
+        from paceline.models.assets import FOLDER_NAME
 
         options.target = default_cache_dir() / FOLDER_NAME
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:

@@ -18,7 +18,9 @@ import json
 import logging
 import platform
 import re
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,6 +36,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks import shapes, timing  # noqa: E402
+from benchmarks.peers import SPECFORGE_DEFAULTS  # noqa: E402
+from benchmarks.peers import versions as peer_versions  # noqa: E402
 from paceline import __version__  # noqa: E402
 from paceline.config import Kernels, Loss, Optim  # noqa: E402
 from paceline.models.draft import DraftShape  # noqa: E402
@@ -147,6 +151,7 @@ class Bench:
             row_length=case.tokens,
             fp8=case.fp8,
         )
+        # the benchmark's own 3.5 s in `matmul_rate` lie between the imports and the first case's weights
         self.since_start_s = {"imports": IMPORTED_S, "weights": weights_s, "target": time.perf_counter() - STARTED}
         self.draft_shape = replace(
             shapes.draft_shape(self.target_shape, self.layer_ids, num_layers=case.num_layers),
@@ -380,30 +385,34 @@ def main() -> None:
 
 
 def run_peers(names: list[str], device: torch.device, seconds: float, warmup: float) -> dict[str, Any]:
-    """Other trainers' steps on the work unit, in this process; imported late, as one of them changes the compiler's
-    settings. One that fails leaves its reason."""
-    from benchmarks import peers
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shape = peers.SHAPES["qwen3-8b" if device.type == "cuda" else "tiny"]
-    timings = {"specforge": peers.time_specforge, "speculators": peers.time_speculators}
+    """Other trainers' steps on the work unit, one after the other, each in a process of its own: one changes the
+    compiler's settings, and what one leaves in memory must not fail the next. One that fails leaves its reason."""
+    on_gpu = device.type == "cuda"
+    shape, dtype = ("qwen3-8b", "bfloat16") if on_gpu else ("tiny", "float32")
+    wanted = ["--shape", shape, "--device", str(device), "--dtype", dtype, "--no-target"]
+    wanted += ["--seconds", str(seconds), "--warmup", str(warmup)]
     found: dict[str, Any] = {}
-    for name in names:
-        try:
-            found[name] = timings[name](
-                shape, device, dtype, compiled=device.type == "cuda", seconds=seconds, warmup=warmup
-            )
-        except Exception as error:  # the other peer, and our own figures, are worth keeping
-            found[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
-            logging.exception("%s failed", name)
-        torch.compiler.reset()
-        peers.release()
-    return {"versions": peers.versions(), "stubs": peers.stubbed(), **found}
+    stubs: set[str] = set()
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        for name in names:
+            out = Path(folder) / f"{name}.json"
+            command = [sys.executable, "-m", "benchmarks.peers", "--peers", name, *wanted, "--out", str(out)]
+            ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            result = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+            if name in result:
+                found[name] = result[name]
+                stubs.update(result["stubs"])
+            else:  # the other peer, and our own figures, are worth keeping
+                logging.error("%s failed\n%s", name, ended.stderr)
+                lines = ended.stderr.strip().splitlines()
+                found[name] = {"failed": lines[-1] if lines else f"ended with {ended.returncode}"}
+    return {"versions": peer_versions(), "stubs": sorted(stubs), **found}
 
 
 def headline(cases: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
     """What a reader asks first: the faster of the work unit's two attentions, ragged rows, small targets, and how many
-    times as long other trainers take for the same work (`ragged_ratio`: for the same useful tokens)."""
+    times as long other trainers take for the same work (`ragged_ratio`: for the same useful tokens; `defaults_ratio`:
+    with the options that SpecForge starts with, whose step was timed without the target, which is added)."""
 
     def timed(*names: str) -> dict[str, Any] | None:
         found = [case for name in names if "ms_per_step" in (case := cases.get(name, {}))]
@@ -432,6 +441,10 @@ def headline(cases: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
             entry = {"ms_per_step": found["median_ms"], "tok_per_s": found["tok_per_s"], "ratio": ratio}
             if (others := peers[name].get("ragged_with_target")) and ragged:
                 entry["ragged_ratio"] = ragged["tok_per_s"] / others["tok_per_s"]
+            tried = [each for each in peers[name].get("options", []) if each["settings"] == SPECFORGE_DEFAULTS]
+            if tried and "median_ms" in tried[0]:
+                target_ms = found["median_ms"] - peers[name]["drafter"]["median_ms"]
+                entry["defaults_ratio"] = (tried[0]["median_ms"] + target_ms) / unit["ms_per_step"]
             head.setdefault("peers", {})[name] = entry
     return head
 

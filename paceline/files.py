@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all, also when the process is killed or the disk is full."""
+"""Files and folders that appear whole or not at all, also when the process is killed or the disk is full.
+
+Besides: where this user's cache is.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PARTIAL, _REPLACED = ".partial-", ".replaced"
+
+
+def default_cache_dir() -> Path:
+    """``$PACELINE_CACHE``, else ``$XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
+    if explicit := os.environ.get("PACELINE_CACHE"):
+        return Path(explicit).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -129,6 +129,7 @@ class StepSums:
         tokens: Tokens of documents (padding excluded).
         batches: Micro-batches summed.
         put_wait_s, get_wait_s: Seconds blocked at the queue: targets (summed over them) and the drafter.
+        ready_wait_s: The part of `get_wait_s` during which the batches of a whole step stood in the queue.
     """
 
     num_rows: int = 0
@@ -137,6 +138,7 @@ class StepSums:
     batches: int = 0
     put_wait_s: float = 0.0
     get_wait_s: float = 0.0
+    ready_wait_s: float = 0.0
 
     def __iadd__(self, other: StepSums) -> StepSums:
         for name in self.__dataclass_fields__:

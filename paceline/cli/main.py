@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from paceline import __version__
-from paceline.cli import data, demo, doctor, evaluate, inspect, regenerate, train
+from paceline.cli import data, demo, doctor, evaluate, inspect, profile, regenerate, train, watch
 from paceline.errors import PacelineError, PipelineError, printable
 
 app = typer.Typer(
@@ -30,10 +30,13 @@ for verb in (
     inspect.inspect,
     train.train,
     train.resume,
+    watch.status,
+    watch.top,
     evaluate.eval,
     evaluate.export,
 ):
     app.command()(verb)
+app.add_typer(profile.app, name="profile")
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 if TYPE_CHECKING:
     from paceline.config import RunConfig
     from paceline.plan.resolve import ResolvedRun
+    from paceline.profiling.verdict import Verdict
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between plain lines; the first, the last and every validated step are always shown."""
@@ -32,6 +33,7 @@ class TrainProgress:
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._last_plain = 0.0
+        self._verdict = ""
 
     def phase(self, text: str) -> None:
         """Say what is being done."""
@@ -65,18 +67,22 @@ class TrainProgress:
             self._task = self._bar.add_task("", total=resolved.total_steps, completed=step)
             self._bar.start()
 
+    def judged(self, verdict: Verdict) -> None:
+        """What limits the pipeline; shown with the steps from now on."""
+        self._verdict = f"  {verdict.brief()}"
+
     def step(self, line: dict[str, Any], total_steps: int) -> None:
         """Show a finished step."""
         is_last = line["step"] == total_steps
         validated = "validation_acceptance_length" in line
         if self._bar is not None:
-            self._bar.update(self._task, completed=line["step"], description=_describe(line))
+            self._bar.update(self._task, completed=line["step"], description=_describe(line) + self._verdict)
             if is_last:
                 self._bar.stop()
         due = line["step"] == 1 or time.monotonic() - self._last_plain > PLAIN_INTERVAL_S
         if validated or is_last or (self._bar is None and due):
             self._last_plain = time.monotonic()
-            self.phase(f"step {line['step']:>5}/{total_steps}  {_describe(line)}")
+            self.phase(f"step {line['step']:>5}/{total_steps}  {_describe(line)}{self._verdict}")
 
     def stop(self) -> None:
         """Leave the terminal as it was."""

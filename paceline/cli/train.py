@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -17,8 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline import __version__
+from paceline.cli.observe import observing
 from paceline.cli.progress import TrainProgress
-from paceline.config import RunConfig, changed_keys, dump_config, flatten, is_free_to_change, load_config, parse_config
+from paceline.config import (
+    Profiling,
+    RunConfig,
+    changed_keys,
+    dump_config,
+    flatten,
+    is_free_to_change,
+    load_config,
+    parse_config,
+)
 from paceline.control.run_folder import RunFolder
 from paceline.control.signals import StopRequest
 from paceline.errors import CheckpointError, ConfigError, PacelineError
@@ -26,20 +37,44 @@ from paceline.errors import CheckpointError, ConfigError, PacelineError
 if TYPE_CHECKING:
     from paceline.models.target import Target
     from paceline.plan.resolve import ResolvedRun
+    from paceline.records import FeatureBatch
     from paceline.train.loop import TrainReport
     from paceline.train.step import TrainStep
 
 log = logging.getLogger(__name__)
 
 
+PROFILE_VARIABLE = "DFLASH_PROFILE_INTERVAL"
+ProfileInterval = Annotated[
+    str | None,
+    typer.Option(
+        "--profile-interval", metavar="N", help=f"Say where the time went every N seconds; beats {PROFILE_VARIABLE}."
+    ),
+]
+
+
+def with_profile_interval(config: RunConfig, flag: str | None) -> RunConfig:
+    """The flag beats the variable, and the variable beats the run file. Raises: ConfigError naming which was bad."""
+    for name, text in (("--profile-interval", flag), (PROFILE_VARIABLE, os.environ.get(PROFILE_VARIABLE) or None)):
+        if text is None:
+            continue
+        try:
+            interval = Profiling(interval=float(text)).interval
+        except ValueError as error:  # pydantic's as well
+            raise ConfigError(f"{name}={text!r}: a number of seconds from 0 (off) to 86400 was wanted") from error
+        return config.model_copy(update={"profiling": config.profiling.model_copy(update={"interval": interval})})
+    return config
+
+
 def train(
     run_file: Annotated[Path, typer.Argument(help="Run file (YAML); its run.dir, if it exists, is resumed.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides: optim.lr=3e-4")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and load no weights.")] = False,
+    profile_interval: ProfileInterval = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report (or the plan) as JSON on stdout.")] = False,
 ) -> None:
     """Train a drafter; on an existing run folder, go on where it stopped."""
-    config = load_config(run_file, overrides or [])
+    config = with_profile_interval(load_config(run_file, overrides or []), profile_interval)
     run = RunFolder(config.run.dir)
     if run.exists:
         config = merge_with_saved(run.read_config(), config)
@@ -52,6 +87,7 @@ def train(
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of keys that may change.")] = None,
+    profile_interval: ProfileInterval = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
 ) -> None:
     """Go on with a stopped run, bit for bit."""
@@ -61,7 +97,7 @@ def resume(
         raise CheckpointError(f"{run_dir} has no checkpoint to resume from; `paceline train` starts it")
     if any(override.startswith("run.dir=") for override in overrides or []):
         raise ConfigError("resume takes the run folder as its first argument; to move a run, move the folder")
-    wanted = load_config(run.config_file, overrides or [])
+    wanted = with_profile_interval(load_config(run.config_file, overrides or []), profile_interval)
     wanted = wanted.model_copy(update={"run": wanted.run.model_copy(update={"dir": str(run_dir)})})
     config = merge_with_saved(saved, wanted)
     _finish(run, run_training(config, TrainProgress(quiet=as_json)), as_json)
@@ -113,8 +149,10 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
 
     from paceline.eval.validation import Validation
     from paceline.models.target import FeatureCache
+    from paceline.profiling import stages
     from paceline.train.checkpoint import TrainState, saved_num_anchors
     from paceline.train.loop import TrainLoop, restore
+    from paceline.train.trackers import Trackers, check_packages
 
     run = RunFolder(config.run.dir)
     deadline = time.monotonic() + 3600 * (config.run.max_hours or float("inf"))
@@ -122,9 +160,10 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
     def should_stop() -> str | None:
         return stop.reason or ("max_hours" if time.monotonic() > deadline else None)
 
+    check_packages(config.tracking)
     progress.phase("loading the target and the data")
     resolved, _ = resolve_config(config)
-    with run.lock():
+    with run.lock(), contextlib.ExitStack() as stack:
         compiles = resolved.config.run.device.startswith("cuda") and resolved.config.kernels.compile
         if compiles:
             progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
@@ -149,6 +188,7 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
             data_fingerprint=resolved.dataset.fingerprint,
         )
         state = restore(run, trainer, fresh)
+        trackers = stack.enter_context(Trackers(config.tracking, run, state.step, config.model_dump(mode="json")))
         run.write_config(config)
         run.write_json("run.json", _run_record(resolved, target, trainer, state.step))
         run.event("resumed" if state.step else "started", step=state.step)
@@ -168,23 +208,34 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
             num_anchors=resolved.num_anchors,
             dtype=trainer.dtype,
         )
-        loop = TrainLoop(
-            run,
-            resolved,
-            trainer,
-            state,
-            lambda number: target.features(resolved.batches.batch(number), cache),
-            validate=(lambda drafter: validation.measure(drafter, should_stop)) if resolved.validation_rows else None,
-            progress=progress,
-            should_stop=should_stop,
-        )
-        try:
-            report = loop.run()
-        except PacelineError as error:
-            run.event("failed", step=loop.step, reason=str(error))
-            raise
-        finally:
-            progress.stop()
+
+        def make_features(number: int) -> FeatureBatch:
+            with stages.READ_BATCH:
+                tokens = resolved.batches.batch(number)
+            return target.features(tokens, cache)
+
+        with observing(run.path, config, progress.phase) as between:
+            loop = TrainLoop(
+                run,
+                resolved,
+                trainer,
+                state,
+                make_features,
+                validate=(lambda drafter: validation.measure(drafter, should_stop))
+                if resolved.validation_rows
+                else None,
+                progress=progress,
+                should_stop=should_stop,
+                between=between,
+                track=trackers.log,
+            )
+            try:
+                report = loop.run()
+            except PacelineError as error:
+                run.event("failed", step=loop.step, reason=str(error))
+                raise
+            finally:
+                progress.stop()
         run.event(report.ending, step=report.step)
         if report.delivered or not (run.path / "report.json").exists():  # a finished run keeps its report
             run.write_json("report.json", dataclasses.asdict(report))
@@ -225,7 +276,7 @@ def load_target(config: RunConfig) -> Target:
 
 def keep_compiled_kernels() -> None:
     """Keep what is compiled for a GPU in the user's cache: the default is a folder for temporary files."""
-    from paceline.models.assets import default_cache_dir
+    from paceline.files import default_cache_dir
 
     folder = default_cache_dir() / "kernels"
     try:
@@ -275,6 +326,7 @@ def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:
         typer.echo(json.dumps(dataclasses.asdict(report)))
         return
     typer.echo(f"{report.ending} at step {report.step} of {report.total_steps}; checkpoints in {run.checkpoints}")
+    typer.echo(f"{report.verdict['kind']}: {report.verdict['reason']}")
     if report.ending == "finished":
         typer.echo(f"next: paceline export {run.path} --format zlab --out {run.path / 'export'}")
     else:

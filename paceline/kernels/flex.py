@@ -10,6 +10,7 @@ H head size, Q and C tiles of queries and of keys.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from paceline.kernels.attention import Visibility
+from paceline.profiling import stages
 
 TILE = 128
 """Side of a tile of scores, in rows and in keys: what the kernels take by default."""
@@ -156,11 +158,12 @@ class BlockMasks:
         own = self._own_tiles(anchors.device)
         for window, table in self.tables.items():
             low = starts[:, None].expand(rows)
-            if window is not None:
-                low = torch.maximum(low, anchors[:, None] + slots - window + 1)
-            self.low[window].copy_(self.num_rows + low.flatten())
-            some, every = interval_tiles(self.low[window], self.high, self.num_keys)
-            table.write(some | own, every)
+            with contextlib.nullcontext() if window is None else stages.CREATE_BLOCK_MASK_SWA:
+                if window is not None:
+                    low = torch.maximum(low, anchors[:, None] + slots - window + 1)
+                self.low[window].copy_(self.num_rows + low.flatten())
+                some, every = interval_tiles(self.low[window], self.high, self.num_keys)
+                table.write(some | own, every)
 
     def _own_tiles(self, device: torch.device) -> Tensor:
         """Tiles that hold a block's own keys, bool ``[Q, C]``: the diagonal, and where a block crosses an edge."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.profiling import stages
+
 log = logging.getLogger(__name__)
 
 WARM_UP_CALLS = 2
@@ -77,7 +79,8 @@ class GraphRunner:
         elif not self.is_replaying or is_new:
             self._work(variant)
         elif variant in self._graphs or self._record(variant):
-            self._graphs[variant].replay()
+            with stages.GRAPH_REPLAY:
+                self._graphs[variant].replay()
         else:
             self._work(variant)
 

@@ -37,7 +37,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from paceline.errors import ModelError
-from paceline.files import is_running, sha256, sync, sync_tree
+from paceline.files import default_cache_dir, is_running, sha256, sync, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,6 @@ _TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 """GGUF name -> Hugging Face name; ``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``."""
-
-
-def default_cache_dir() -> Path:
-    """``$PACELINE_CACHE``, else ``$XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
-    if explicit := os.environ.get("PACELINE_CACHE"):
-        return Path(explicit).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline"
 
 
 def demo_target(cache_dir: Path | None = None, wheel: Path | None = None) -> Path:

@@ -10,6 +10,7 @@ Source: DFlash, arXiv:2602.06036, section 4 and A.3; z-lab's released model code
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from paceline.errors import ConfigError, ModelError
 from paceline.kernels.attention import Visibility, attend_per_document
 from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, DPace, Head, weighted_linear_cross_entropy
 from paceline.kernels.rms_norm import rms_norm
+from paceline.profiling import stages
 from paceline.records import FeatureBatch, TokenBatch
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Any, Visibility], Tensor]
@@ -40,6 +42,11 @@ ContextKV = list[tuple[Tensor, Tensor]]
 """Rotated keys and values ``[S, M, H]`` of the context, one pair a layer."""
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine of rotary angles, ``[..., 1, H/2]`` each."""
+
+
+def _recompute_stage() -> tuple[Any, Any]:
+    """What stands around a layer in the forward pass, and where it is computed again."""
+    return contextlib.nullcontext(), stages.RECOMPUTE
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
@@ -422,7 +429,9 @@ class DFlashDrafter(nn.Module):
             first_slot = 1 - self.label_shift if i == len(self.layers) - 1 else 0
             rest = angles, kv, attend, layout.for_layer(visibility), visibility, run, distinct, first_slot
             if recompute:
-                x, delta = checkpoint(layer, x, delta, *rest, use_reentrant=False, preserve_rng_state=False)
+                x, delta = checkpoint(
+                    layer, x, delta, *rest, use_reentrant=False, preserve_rng_state=False, context_fn=_recompute_stage
+                )
             else:
                 x, delta = layer(x, delta, *rest)
             distinct = None

@@ -39,6 +39,7 @@ from paceline.models.loading import (
     shape_of,
 )
 from paceline.models.packed import ATTENTION, CompiledLayers, PackedRow, layer_windows
+from paceline.profiling import stages
 from paceline.records import FeatureBatch, TokenBatch
 
 log = logging.getLogger(__name__)
@@ -270,7 +271,10 @@ class Target:
         masks = {"attention_mask": self._dense_masks(tokens)} if own else {}
         # with edges here too, kernels are chosen for one way to run and not for two
         edges = self._edge_kwargs(torch.tensor([0, len(input_ids)]))
-        self._run(slot, input_ids[None].to(self.device), **masks, **edges)
+        with stages.H2D_SYNC:
+            input_ids = input_ids[None].to(self.device)
+        with stages.MODEL_FORWARD:
+            self._run(slot, input_ids, **masks, **edges)
         return slot
 
     def _run_one_by_one(self, tokens: TokenBatch, cache: FeatureCache | None) -> Tensor:
@@ -281,7 +285,8 @@ class Target:
                 document = self._run_alone(tokens.input_ids[start:end], self.feature_dtype)
                 if cache:
                     cache.put(row, document)
-            joined[start:end] = document
+            with stages.PACK_HIDDEN:
+                joined[start:end] = document
         joined[tokens.num_tokens :] = 0
         return joined
 
@@ -291,16 +296,16 @@ class Target:
         with self._split.documents(edges.tolist()) if self._split else contextlib.nullcontext():
             if self.route == "masked":
                 joined = self._slot(length, dtype)
-                self._run(
-                    joined,
-                    tokens.input_ids[None].to(self.device),
-                    position_ids=tokens.position_ids[None].to(self.device),
-                    attention_mask=self._dense_masks(tokens),
-                    **self._edge_kwargs(edges),
-                )
+                with stages.H2D_SYNC:
+                    input_ids = tokens.input_ids[None].to(self.device)
+                    position_ids = tokens.position_ids[None].to(self.device)
+                    masks, more = self._dense_masks(tokens), self._edge_kwargs(edges)
+                with stages.MODEL_FORWARD:
+                    self._run(joined, input_ids, position_ids=position_ids, attention_mask=masks, **more)
             else:
                 joined = self._run_row(tokens, edges, dtype)
-        joined[tokens.num_tokens :] = 0
+        with stages.PACK_HIDDEN:
+            joined[tokens.num_tokens :] = 0
         return joined
 
     def _edge_kwargs(self, edges: Tensor) -> dict[str, Tensor]:
@@ -314,15 +319,18 @@ class Target:
         if key not in lanes:
             lanes[key] = self._lane(*key)
         lane = lanes[key]
-        lane.row.write(tokens)
-        lane.kwargs = self._edge_kwargs(edges)
+        with stages.H2D_SYNC:
+            lane.row.write(tokens)
+            lane.kwargs = self._edge_kwargs(edges)
         keeps_slot = lane.launch.needs_fixed_inputs
         if lane.slot is None:
             lane.slot = self._slot(*key)
         slot = lane.slot
-        lane.launch(lane.row.variant)
+        with stages.MODEL_FORWARD:
+            lane.launch(lane.row.variant)
         if keeps_slot:
-            return slot.clone()
+            with stages.PACK_HIDDEN:
+                return slot.clone()
         lane.slot = None
         return slot
 

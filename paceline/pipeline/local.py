@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 
 from paceline.errors import PipelineError
-from paceline.pipeline.channel import ChannelClosed, OrderedChannel
+from paceline.pipeline.channel import ChannelClosed, OrderedChannel, Waits
 from paceline.pipeline.coordinator import Coordinator, Ledger
+from paceline.profiling import stages
 from paceline.records import FeatureBatch
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ class FeatureStream(Protocol):
 
     def __iter__(self) -> Iterator[FeatureBatch]: ...
 
-    def take_waits(self) -> tuple[float, float]:
-        """Seconds blocked in put and in get since the last call."""
+    def take_waits(self) -> Waits:
+        """What was waited since the last call."""
 
     def num_ready(self) -> int:
         """Batches waiting in the queue."""
@@ -58,14 +59,21 @@ class InTurn:
     def __iter__(self) -> Iterator[FeatureBatch]:
         while (number := self._coordinator.lease("target-0")) is not None:
             started = time.perf_counter()
-            batch = _make(self._make_features, "target-0", number)
+            with stages.GET_WAIT, stages.as_role("target-0"):
+                batch = _make(self._make_features, "target-0", number)
             self._get_wait_s += time.perf_counter() - started
             self._coordinator.delivered(number)
-            yield batch
+            with stages.as_role("target-0"):
+                stages.PUT_WAIT.__enter__()  # until the drafter asks again
+            try:
+                yield batch
+            finally:
+                with stages.as_role("target-0"):
+                    stages.PUT_WAIT.__exit__(None, None, None)
 
-    def take_waits(self) -> tuple[float, float]:
+    def take_waits(self) -> Waits:
         """No put wait; the get wait is the target's own time, for which the drafter stood still."""
-        waits, self._get_wait_s = (0.0, self._get_wait_s), 0.0
+        waits, self._get_wait_s = Waits(0.0, self._get_wait_s, 0.0), 0.0
         return waits
 
     def num_ready(self) -> int:
@@ -107,25 +115,18 @@ class TargetThreads:
         """Release the target threads and join them; one that is in a forward pass is left to end with the process."""
         self._channel.close()
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                log.warning("%s is still in a forward pass; it ends with the process", thread.name)
+        with stages.JOIN_TARGETS:
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    log.warning("%s is still in a forward pass; it ends with the process", thread.name)
 
     def __iter__(self) -> Iterator[FeatureBatch]:
-        while True:
-            try:
-                batch = self._channel.get(POLL_S)
-            except ChannelClosed:
-                return
-            if batch is None:
-                if self._should_stop():
-                    return
-                continue
+        while (batch := self._next()) is not None:
             self._coordinator.delivered(batch.tokens.number)
             yield batch
 
-    def take_waits(self) -> tuple[float, float]:
+    def take_waits(self) -> Waits:
         return self._channel.take_waits()
 
     def num_ready(self) -> int:
@@ -134,11 +135,27 @@ class TargetThreads:
     def ledger(self) -> Ledger:
         return self._coordinator.ledger()
 
+    def _next(self) -> FeatureBatch | None:
+        """The next batch; None when there is none left, or a stop is asked for while waiting."""
+        try:
+            batch = self._channel.get(0.0)
+        except ChannelClosed:
+            return None
+        if batch is None:
+            with stages.GET_WAIT:  # one wait, however often it looks up
+                try:
+                    while batch is None and not self._should_stop():
+                        batch = self._channel.get(POLL_S)
+                except ChannelClosed:  # no failure of the wait
+                    return None
+        return batch
+
     def _run(self, role: str, threads: int) -> None:
         try:
-            torch.set_num_threads(threads)  # a new thread would otherwise take the machine's default
-            while (number := self._coordinator.lease(role)) is not None:
-                self._channel.put(_make(self._make_features, role, number))
+            with stages.named_thread(role), stages.as_role(role):
+                torch.set_num_threads(threads)  # a new thread would otherwise take the machine's default
+                while (number := self._coordinator.lease(role)) is not None:
+                    self._channel.put(_make(self._make_features, role, number))
         except ChannelClosed:
             return
         except PipelineError as error:
@@ -161,6 +178,7 @@ def open_stream(
     queue_depth: int,
     max_bytes: int,
     min_ready: int,
+    batches_per_step: int = 1,
     should_stop: ShouldStop = lambda: False,
 ) -> Iterator[FeatureStream]:
     """Features of batches ``[first, end)``, made ahead by target threads (``split``) or on demand (``colocated``).
@@ -169,10 +187,18 @@ def open_stream(
     for while it waits.
     Raises: PipelineError from the iteration when a target fails, with the original exception as its cause.
     """
+    stages.set_gauge("targets", targets)
     if layout == "colocated":
         yield InTurn(make_features, first, end)
         return
-    channel = OrderedChannel(first, end, queue_depth=queue_depth, max_bytes=max_bytes, min_ready=min_ready)
+    channel = OrderedChannel(
+        first,
+        end,
+        queue_depth=queue_depth,
+        max_bytes=max_bytes,
+        min_ready=min_ready,
+        batches_per_step=batches_per_step,
+    )
     stream = TargetThreads(make_features, first, end, channel, should_stop, targets=targets, threads=threads)
     stream.start()
     try:
@@ -182,6 +208,7 @@ def open_stream(
 
 
 def _make(make_features: MakeFeatures, role: str, number: int) -> FeatureBatch:
+    stages.next_batch(number)
     try:
         return make_features(number)
     except Exception as error:  # whatever it is, it ends the run under the role's name and batch

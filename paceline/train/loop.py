@@ -18,6 +18,8 @@ from paceline.errors import CheckpointError, PacelineError, PipelineError
 from paceline.models.draft import DFlashDrafter
 from paceline.pipeline.local import FeatureStream, MakeFeatures, open_stream
 from paceline.plan.resolve import ResolvedRun
+from paceline.profiling import stages, verdict
+from paceline.profiling.verdict import Verdict, Window
 from paceline.records import StepResult, StepSums
 from paceline.train import checkpoint
 from paceline.train.checkpoint import TrainState
@@ -25,6 +27,12 @@ from paceline.train.metrics import MetricsLog
 from paceline.train.step import PendingResult, TrainStep
 
 log = logging.getLogger(__name__)
+
+JUDGE_EVERY_S = 5.0
+"""Seconds between looks at what limits the pipeline."""
+
+MAX_WINDOWS = 2048
+"""Steps kept one by one for that; longer ago, neighbours are joined."""
 
 Validate = Callable[[DFlashDrafter], Acceptance | None]
 """Acceptance on the held-out rows, teacher-forced; None if a stop was asked for meanwhile."""
@@ -35,6 +43,9 @@ class Progress(Protocol):
 
     def step(self, line: dict[str, Any], total_steps: int) -> None:
         """A line of ``metrics.jsonl`` has been written."""
+
+    def judged(self, verdict: Verdict) -> None:
+        """What limits the pipeline, as far as is known by now."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,7 @@ class TrainReport:
         skipped_batches: Micro-batches of steps in which nothing was to be learnt.
         best_acceptance_length: Best on the held-out rows; None without any.
         issued, delivered: Micro-batches handed to the targets by this process, and taken by the drafter.
+        verdict: What limited the pipeline, as `paceline.profiling.verdict.Verdict` has it.
     """
 
     ending: str
@@ -84,6 +96,7 @@ class TrainReport:
     best_acceptance_length: float | None
     issued: int
     delivered: int
+    verdict: dict[str, Any]
 
 
 def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState) -> TrainState:
@@ -130,6 +143,8 @@ class TrainLoop:
         make_features: Features of batch n; called by the target roles.
         validate: None without held-out rows.
         should_stop: Asked after every micro-batch; the name of the reason ends the run gracefully.
+        between: Called between micro-batches, on the drafter's thread.
+        track: Takes each line of ``metrics.jsonl``.
     """
 
     def __init__(
@@ -143,6 +158,8 @@ class TrainLoop:
         validate: Validate | None,
         progress: Progress,
         should_stop: Callable[[], str | None],
+        between: Callable[[], None] = lambda: None,
+        track: Callable[[dict[str, Any]], None] = lambda line: None,
     ) -> None:
         self.run_folder = run
         self.resolved = resolved
@@ -152,6 +169,8 @@ class TrainLoop:
         self.validate = validate
         self.progress = progress
         self.should_stop = should_stop
+        self.between = between
+        self.track = track
         self.step = state.step
         self.next_batch = state.next_batch
         self.skipped_batches = state.skipped_batches
@@ -163,6 +182,11 @@ class TrainLoop:
         self._totals = StepSums()
         self._launched: deque[_Launched] = deque()
         self._settled_at = 0.0
+        self._recorded_at = 0.0
+        self._num_tokens = self._num_batches = 0
+        self._windows: list[Window] = []
+        self._has_merged = False
+        self._judged_at = 0.0
 
     def run(self) -> TrainReport:
         """Train to the end, or until a stop is asked for; the last step is always saved.
@@ -173,19 +197,26 @@ class TrainLoop:
         started = time.perf_counter()
         metrics = MetricsLog(self.run_folder.metrics_file, self.step)
         pipeline, topology = self.config.pipeline, self.config.topology
+        self._show_progress()
+        stages.set_gauge("first_step", self.step)
+        stages.set_gauge("started_ns", time.monotonic_ns())
         try:
-            with open_stream(
-                self.make_features,
-                self.next_batch,
-                self.resolved.end_batch,
-                layout=topology.layout,
-                targets=topology.targets,
-                threads=int(topology.threads),
-                queue_depth=int(pipeline.queue_depth),
-                max_bytes=int(pipeline.queue_gib * 2**30),
-                min_ready=pipeline.min_ready,
-                should_stop=self.should_stop,
-            ) as stream:
+            with (
+                stages.as_role("drafter-0"),
+                open_stream(
+                    self.make_features,
+                    self.next_batch,
+                    self.resolved.end_batch,
+                    layout=topology.layout,
+                    targets=topology.targets,
+                    threads=int(topology.threads),
+                    queue_depth=int(pipeline.queue_depth),
+                    max_bytes=int(pipeline.queue_gib * 2**30),
+                    min_ready=pipeline.min_ready,
+                    batches_per_step=self.resolved.batches_per_step,
+                    should_stop=self.should_stop,
+                ) as stream,
+            ):
                 ending = self._train_and_save(stream, metrics)
                 ledger = stream.ledger()
         finally:
@@ -202,6 +233,7 @@ class TrainLoop:
             best_acceptance_length=self.best,
             issued=ledger.issued,
             delivered=ledger.delivered,
+            verdict=self._judge().record(),
         )
 
     def _train_and_save(self, stream: FeatureStream, metrics: MetricsLog) -> str:
@@ -217,18 +249,20 @@ class TrainLoop:
 
     def _consume(self, stream: FeatureStream, metrics: MetricsLog) -> str:
         sums, rows = StepSums(), list[int]()
-        self._settled_at = time.perf_counter()
+        self._settled_at = self._recorded_at = time.perf_counter()
         for features in stream:
+            self.between()
             if (reason := self.should_stop()) is not None:
                 self._settle(0, metrics)
                 return reason
             number = features.tokens.number
+            stages.next_batch(number)
             with self._failing_as_drafter(number):
                 sums += self.trainer.accumulate(features)
             rows.extend(features.tokens.rows)
             if sums.batches < self.resolved.batches_per_step and number + 1 < self.resolved.end_batch:
                 continue
-            sums.put_wait_s, sums.get_wait_s = stream.take_waits()
+            sums.put_wait_s, sums.get_wait_s, sums.ready_wait_s = stream.take_waits()
             self._totals += sums
             if sums.num_rows == 0:  # no step number is used up
                 self.next_batch = number + 1
@@ -282,7 +316,9 @@ class TrainLoop:
             with self._failing_as_drafter(launched.number):
                 result = launched.result.read()
                 self._check(launched, result)
-                self._record(launched, result, metrics)
+                with stages.LOG:
+                    line = self._line(launched, result)
+                self._record(line, metrics)
 
     def _check(self, launched: _Launched, result: StepResult) -> None:
         """Raises: PipelineError, FloatingPointError; the run is back where the last good update left it then."""
@@ -300,10 +336,11 @@ class TrainLoop:
             batch=launched.number,
         )
 
-    def _record(self, launched: _Launched, result: StepResult, metrics: MetricsLog) -> None:
-        step, sums, now = launched.step, launched.sums, time.perf_counter()
+    def _line(self, launched: _Launched, result: StepResult) -> dict[str, Any]:
+        """A line of ``metrics.jsonl``: `tok_per_s` is of training alone, `seconds` all that passed since the last."""
+        sums, now = launched.sums, time.perf_counter()
         line = {
-            "step": step,
+            "step": launched.step,
             "batch": launched.number,
             "loss": result.loss,
             "acceptance_length_est": result.committed / sums.blocks,
@@ -314,23 +351,63 @@ class TrainLoop:
             "queue": launched.queue,
             "put_wait_s": sums.put_wait_s,
             "get_wait_s": sums.get_wait_s,
+            "ready_wait_s": sums.ready_wait_s,
+            "batches": sums.batches,
+            "seconds": now - self._recorded_at,
         }
-        improved = False
+        self._recorded_at = now
+        self._windows += verdict.windows_of([line])
+        self._num_tokens += sums.tokens
+        self._num_batches += sums.batches
+        self._show_progress()
+        return line
+
+    def _show_progress(self) -> None:
+        """On the profile page, for whoever looks from outside."""
+        stages.set_gauge("step", self.step)
+        stages.set_gauge("total_steps", self.resolved.total_steps)
+        stages.set_gauge("tokens", self._num_tokens)
+        stages.set_gauge("batches", self._num_batches)
+
+    def _record(self, line: dict[str, Any], metrics: MetricsLog) -> None:
+        step, improved = line["step"], False
         try:
             if self.validate is not None and (self._is_last(step) or step % self.config.eval.validate_every == 0):
                 improved = self._measure(self.validate, line)
         finally:
-            metrics.write(line)  # also when measuring fails: the step has been made, and will be saved
+            with stages.LOG:
+                metrics.write(line)  # also when measuring fails: the step has been made, and will be saved
+                self.track(line)
         if improved or self._is_last(step) or step % self.config.checkpoint.every_steps == 0:
             place = self._save()
             if improved:
                 checkpoint.point(self.run_folder.checkpoints, "best", place)
-        self.progress.step(line, self.resolved.total_steps)
+        with stages.LOG:
+            if time.perf_counter() - self._judged_at > JUDGE_EVERY_S:
+                self.progress.judged(self._judge())
+            self.progress.step(line, self.resolved.total_steps)
         self._settled_at = time.perf_counter()
+
+    def _judge(self) -> Verdict:
+        """What limits the pipeline, from the steps of this process so far."""
+        self._judged_at = time.perf_counter()
+        windows = self._windows if self._has_merged else verdict.drop_warm_up(self._windows)
+        if len(windows) > MAX_WINDOWS:
+            windows = self._windows = verdict.merge(windows, MAX_WINDOWS // 2)
+            self._has_merged = True
+        topology = self.config.topology
+        return verdict.judge(
+            windows,
+            targets=topology.targets,
+            queue_depth=int(self.config.pipeline.queue_depth),
+            batches_per_step=self.resolved.batches_per_step,
+            in_turn=topology.layout == "colocated",
+        )
 
     def _measure(self, validate: Validate, line: dict[str, Any]) -> bool:
         """Add the acceptance length on the held-out rows to the step's line; whether it is the best so far."""
-        acceptance = validate(self.trainer.drafter)
+        with stages.VALIDATE:
+            acceptance = validate(self.trainer.drafter)
         if acceptance is None:
             return False
         line["validation_acceptance_length"] = acceptance.length
@@ -351,14 +428,15 @@ class TrainLoop:
             target_fingerprint=self._start.target_fingerprint,
             data_fingerprint=self._start.data_fingerprint,
         )
-        place = checkpoint.save(
-            self.run_folder.checkpoints,
-            state,
-            self.trainer.drafter,
-            self.trainer.optimizer,
-            keep_last=self.config.checkpoint.keep_last,
-            keep_every=self.config.checkpoint.keep_every,
-        )
+        with stages.CHECKPOINT_SNAPSHOT:
+            place = checkpoint.save(
+                self.run_folder.checkpoints,
+                state,
+                self.trainer.drafter,
+                self.trainer.optimizer,
+                keep_last=self.config.checkpoint.keep_last,
+                keep_every=self.config.checkpoint.keep_every,
+            )
         self._saved_step = self.step
         self.run_folder.event("checkpoint", step=self.step)
         return place

@@ -27,6 +27,7 @@ from paceline.kernels.flex import BlockMasks, attend_flex, why_not_flex
 from paceline.kernels.graphs import GraphRunner
 from paceline.kernels.linear_cross_entropy import DPace, Head, chunk_rows
 from paceline.models.draft import Attend, Call, DFlashDrafter, Layout, call
+from paceline.profiling import stages
 from paceline.records import FeatureBatch, StepResult, StepSums
 from paceline.train.inputs import BlockInputs, Staging, draw_blocks
 from paceline.train.optim import MasterAdamW, learning_rate
@@ -40,16 +41,22 @@ class PendingResult:
         lr: Rate of the update.
         values: float64 ``[5]`` on the host: sums of loss, weight and committed tokens, gradient norm, failed or not.
         arrived: Recorded behind the copy to the host; None on the CPU.
+        is_timed: Whether that event tells the time.
     """
 
     lr: float
     values: Tensor
     arrived: torch.cuda.Event | None
+    is_timed: bool = False
 
     def read(self) -> StepResult:
         """Wait until the update is done, and give its result."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        with stages.GRAD_NORM_ITEM:
+            if self.arrived is not None:
+                had_arrived = self.arrived.query()
+                self.arrived.synchronize()
+                if self.is_timed and not had_arrived:
+                    stages.synchronised(self.arrived)
         loss, weight, committed, grad_norm, failed = self.values.tolist()
         return StepResult(
             loss=loss / weight if weight else 0.0,
@@ -142,27 +149,31 @@ class TrainStep:
         Returns: what the host knows of it; `num_rows` 0 means that there was nothing to learn.
         """
         tokens, block_size = features.tokens, self.drafter.shape.block_size
-        anchors, inputs, num_rows = draw_blocks(
-            tokens,
-            self.drafter,
-            num_anchors=self.num_anchors,
-            stratify=self.stratify_anchors,
-            gamma=self.gamma,
-            dpace=self.dpace is not None,
-            seed=self.seed,
-        )
+        with stages.DRAW_BLOCKS:
+            anchors, inputs, num_rows = draw_blocks(
+                tokens,
+                self.drafter,
+                num_anchors=self.num_anchors,
+                stratify=self.stratify_anchors,
+                gamma=self.gamma,
+                dpace=self.dpace is not None,
+                seed=self.seed,
+            )
         sums = StepSums(num_rows=num_rows, blocks=anchors.num_kept, tokens=tokens.num_tokens, batches=1)
         if num_rows == 0:  # nothing to learn here
             return sums
         if self._is_on_gpu or self._is_static:
-            inputs = self._stage(inputs)
+            with stages.H2D_SYNC:
+                inputs = self._stage(inputs)
         if self._is_static:
-            self._keep(features)
+            with stages.PACK_HIDDEN:
+                self._keep(features)
             self._run_batch(-(-num_rows // chunk_rows(self.dpace)))
             if not self._run_batch.needs_fixed_inputs:
                 self._features = None  # else a batch would stay while the next one is made
         else:
-            layout = BlockLayout.of_row(anchors, tokens.document_starts, block_size, len(tokens.input_ids))
+            with stages.CREATE_BLOCK_MASK:
+                layout = BlockLayout.of_row(anchors, tokens.document_starts, block_size, len(tokens.input_ids))
             self._forward_backward(inputs, num_rows, features, layout, attend_per_document)
         return sums
 
@@ -172,18 +183,20 @@ class TrainStep:
         A gradient that is not finite updates nothing, neither now nor later; the result says so.
         """
         lr = learning_rate(step, self.total_steps, self.optim)
-        self.optimizer.set_rate(lr, step)
-        if self._run_batch.is_replaying:  # gradients then stay in place
-            self._replay_update()
-        else:
-            self._launch_update(0)
+        with stages.OPTIMIZER:
+            self.optimizer.set_rate(lr, step)
+            if self._run_batch.is_replaying:  # gradients then stay in place
+                self._replay_update()
+            else:
+                self._launch_update(0)
         if not self._is_on_gpu:
             return PendingResult(lr, self._result.clone(), None)
         values = torch.empty(5, dtype=torch.float64, pin_memory=True)
         values.copy_(self._result, non_blocking=True)
-        arrived = torch.cuda.Event()
+        is_timed = stages.times_device()
+        arrived = torch.cuda.Event(enable_timing=is_timed)
         arrived.record()
-        return PendingResult(lr, values, arrived)
+        return PendingResult(lr, values, arrived, is_timed)
 
     @property
     def graphs_note(self) -> str:
@@ -235,7 +248,8 @@ class TrainStep:
                 [shape.visibility(i) for i in range(shape.num_hidden_layers)],
                 self.device,
             )
-        self._masks.update(inputs.anchors, inputs.starts)
+        with stages.CREATE_BLOCK_MASK:
+            self._masks.update(inputs.anchors, inputs.starts)
         num_rows = min(num_chunks * chunk_rows(self.dpace), inputs.labels.numel())
         attend = attend_flash4 if flash4 else attend_flex
         self._forward_backward(inputs, num_rows, self._features, self._masks, attend)
@@ -244,15 +258,21 @@ class TrainStep:
         self, inputs: BlockInputs, num_rows: int, features: FeatureBatch, layout: Layout, attend: Attend
     ) -> None:
         drafter = self.drafter
-        noise = self.embed(inputs.noise_ids).to(self.dtype)  # [A, K, D]
-        feature = features.context_feature.to(self.dtype)  # [S, L*D]
-        context_angles = drafter.rotary.angles(inputs.context_positions, self.dtype)
-        context_kv = self._run(drafter.context_kv_at, feature, context_angles)
-        hidden = drafter(noise, inputs.positions, context_kv, layout, attend, self._run, self._recompute)  # [A, J, D]
-        loss, weight, hits = drafter.loss(
-            hidden, self.head, inputs.targets(num_rows), inputs.anchors, features, self.dpace
-        )
-        loss.backward()
+        with stages.FORWARD:
+            noise = self.embed(inputs.noise_ids).to(self.dtype)  # [A, K, D]
+            feature = features.context_feature.to(self.dtype)  # [S, L*D]
+            context_angles = drafter.rotary.angles(inputs.context_positions, self.dtype)
+            with stages.LAYERS:
+                context_kv = self._run(drafter.context_kv_at, feature, context_angles)
+                hidden = drafter(  # [A, J, D]
+                    noise, inputs.positions, context_kv, layout, attend, self._run, self._recompute
+                )
+            with stages.CHUNKED_LOSS:
+                loss, weight, hits = drafter.loss(
+                    hidden, self.head, inputs.targets(num_rows), inputs.anchors, features, self.dpace
+                )
+        with stages.BACKWARD:
+            loss.backward()
         committed = torch.minimum(leading_hits(hits) + 1, inputs.left).sum()
         self._sums += torch.stack([loss.detach().double(), weight.double(), committed.double()])
 

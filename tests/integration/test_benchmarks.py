@@ -80,6 +80,12 @@ def test_the_headline_compares_like_with_like() -> None:
     }
     peers = {
         "specforge": {
+            "options": [
+                {"settings": {"liger": False, "chunk_blocks": 128}, "median_ms": 950.0},
+                {"settings": {"liger": True, "chunk_blocks": 128}, "error": "RuntimeError"},
+                {"settings": {"liger": True, "chunk_blocks": 0}, "median_ms": 800.0},
+            ],
+            "drafter": {"median_ms": 800.0},
             "with_target": {"median_ms": 1200.0, "tok_per_s": 10e3},
             "ragged_with_target": {"median_ms": 1800.0, "tok_per_s": 5e3},
         },
@@ -89,8 +95,41 @@ def test_the_headline_compares_like_with_like() -> None:
     assert (head["ms_per_step"], head["attention"]) == (750.0, "flash4")
     assert head["ragged"] == {"tok_per_s": 15.5e3, "chat_tok_per_s": None}
     assert head["small"] == {"tok_per_s": 320e3, "speedup_vs_eager": 2.6}
-    assert head["peers"] == {"specforge": {"ms_per_step": 1200.0, "tok_per_s": 10e3, "ratio": 1.6, "ragged_ratio": 3.1}}
+    forge = {"ms_per_step": 1200.0, "tok_per_s": 10e3, "ratio": 1.6, "ragged_ratio": 3.1, "defaults_ratio": 1.8}
+    assert head["peers"] == {"specforge": forge}
     assert step.headline({}, {}) == {}
+
+
+def test_peers_run_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails leaves the last line of its errors, and the other's result is kept."""
+    commands = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        if "specforge" in command:
+            return subprocess.CompletedProcess(command, 1, None, "Traceback\n  ...\nOutOfMemoryError: 9.27 GiB\n")
+        result = {"speculators": {"with_target": {"median_ms": 1.0}}, "stubs": ["openai"]}
+        Path(command[command.index("--out") + 1]).write_text(json.dumps(result))
+        return subprocess.CompletedProcess(command, 0, None, "a warning")
+
+    monkeypatch.setattr(step.subprocess, "run", run)
+    found = step.run_peers(["specforge", "speculators"], torch.device("cpu"), 1.0, 0.5)
+    assert [command[:5] for command in commands] == [
+        [sys.executable, "-m", "benchmarks.peers", "--peers", name] for name in ("specforge", "speculators")
+    ]
+    assert found["specforge"] == {"failed": "OutOfMemoryError: 9.27 GiB"}
+    assert found["speculators"] == {"with_target": {"median_ms": 1.0}}
+    assert found["stubs"] == ["openai"] and "torch" in found["versions"]
+
+
+def test_a_peer_that_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is really started, with arguments that it takes; where the wheel is installed it is timed."""
+    monkeypatch.chdir(ROOT)
+    found = step.run_peers(["speculators"], torch.device("cpu"), 0.01, 0.0)["speculators"]
+    if find_spec("speculators") is None:
+        assert found == {"failed": "ModuleNotFoundError: No module named 'speculators'"}
+    else:
+        assert found["with_target"]["median_ms"] > 0
 
 
 def test_the_step_benchmark_runs(tmp_path: Path) -> None:

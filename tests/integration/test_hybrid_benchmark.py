@@ -19,6 +19,7 @@ def test_the_hybrid_benchmark_runs(arguments: list[str], tmp_path: Path) -> None
          "--block-size", "4", "--out", str(out)]
     )  # fmt: skip
     assert out.is_file() and result["command"].startswith("python -m benchmarks.hybrid")
+    assert str(tmp_path) not in out.read_text()
     assert result["packed_against_alone"]["row"] <= 1e-4
     assert min(result["ms"].values()) > 0 and 0 < result["share_of_floor"]["matmul"] < 1
 

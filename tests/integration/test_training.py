@@ -25,7 +25,7 @@ from paceline.train.checkpoint import load_drafter, point
 from tests.toy import Toy, build_toy, train
 
 STEPS = 12
-TIMES = ("tok_per_s", "queue", "put_wait_s", "get_wait_s")
+TIMES = ("tok_per_s", "queue", "put_wait_s", "get_wait_s", "ready_wait_s", "seconds")
 
 
 def same_training(lines: list[dict]) -> list[dict]:
@@ -61,7 +61,7 @@ def test_a_run_learns_and_writes_what_it_promises(straight: tuple[Path, list[dic
     assert lines[-1]["loss"] < 0.75 * lines[0]["loss"]
     written = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert written == lines
-    fields = {"step", "batch", "loss", "acceptance_length_est", "lr", "grad_norm", "tokens", *TIMES}
+    fields = {"step", "batch", "loss", "acceptance_length_est", "lr", "grad_norm", "tokens", "batches", *TIMES}
     assert all(fields <= line.keys() for line in written)
     checkpoints = run_dir / "checkpoints"
     assert (checkpoints / "latest").resolve().name == f"step-{STEPS:08d}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.files import is_running, remove_leftovers, sha256, staged_folder, write_atomically
+from paceline.files import default_cache_dir, is_running, remove_leftovers, sha256, staged_folder, write_atomically
 
 
 def fill(folder: Path, text: str) -> None:
@@ -92,3 +92,14 @@ def test_hash_and_process(tmp_path: Path) -> None:
     path.write_bytes(b"abc")
     assert sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert is_running(os.getpid())
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PACELINE_CACHE wins over XDG_CACHE_HOME, which wins over ~/.cache."""
+    monkeypatch.setenv("PACELINE_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert default_cache_dir() == Path("/a")
+    monkeypatch.delenv("PACELINE_CACHE")
+    assert default_cache_dir() == Path("/b/paceline")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache" / "paceline"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.train import keep_compiled_kernels
 
+ROOT = Path(__file__).parents[3]
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
 
 
@@ -37,3 +40,17 @@ def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path: Path, caplog: py
     keep_compiled_kernels()
     assert "compiled kernels are not kept in" in caplog.text
     assert not any(name in os.environ for name in NAMES)
+
+
+def test_finding_the_cache_needs_no_reader_of_demo_weights() -> None:
+    """The folder is found without `gguf`, which only the demo's target needs: a GPU trains where it is missing."""
+    code = """if True:
+        import sys
+        sys.modules["gguf"] = None  # importing it raises ImportError
+        from paceline.cli.train import keep_compiled_kernels
+        keep_compiled_kernels()
+        assert "paceline.models.assets" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (Path(os.environ["PACELINE_CACHE"]) / "kernels").is_dir()

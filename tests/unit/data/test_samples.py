@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from paceline.data.dialects import Conversation, parse
 from paceline.data.inputs import Input, open_inputs, read_records
 from paceline.data.reading import Record
-from paceline.models.assets import FOLDER_NAME, default_cache_dir, is_complete
+from paceline.files import default_cache_dir
+from paceline.models.assets import FOLDER_NAME, is_complete
 from scripts.make_demo_data import (
     HELDOUT_SEED,
     MAX_ANSWER_TOKENS,

@@ -159,17 +159,6 @@ def test_failed_download_says_what_ran_and_what_to_do(tmp_path: Path, monkeypatc
         assert part in str(raised.value)
 
 
-def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PACELINE_CACHE wins over XDG_CACHE_HOME, which wins over ~/.cache."""
-    monkeypatch.setenv("PACELINE_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert assets.default_cache_dir() == Path("/a")
-    monkeypatch.delenv("PACELINE_CACHE")
-    assert assets.default_cache_dir() == Path("/b/paceline")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert assets.default_cache_dir() == Path.home() / ".cache" / "paceline"
-
-
 def test_rotary_rows_are_split_per_head() -> None:
     """Row (head, pair, half) of the GGUF file becomes row (head, half, pair)."""
     num_heads, pairs = 3, 4

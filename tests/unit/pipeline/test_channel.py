@@ -74,9 +74,9 @@ def test_a_full_queue_blocks_its_producer_and_measures_it() -> None:
     assert blocked.is_alive() and queue.num_ready == 2
     assert queue.get().tokens.number == 0
     blocked.join(PATIENCE_S)
-    put_wait_s, get_wait_s = queue.take_waits()
-    assert 0.05 < put_wait_s < 5 and get_wait_s < 0.05
-    assert queue.take_waits() == (0.0, 0.0)
+    waits = queue.take_waits()
+    assert 0.05 < waits.put_s < 5 and waits.get_s < 0.05 and waits.ready_s == 0.0
+    assert queue.take_waits() == (0.0, 0.0, 0.0)
 
 
 def test_an_empty_queue_blocks_its_consumer_and_measures_it() -> None:
@@ -84,8 +84,21 @@ def test_an_empty_queue_blocks_its_consumer_and_measures_it() -> None:
     queue = channel(1)
     threading.Timer(0.1, queue.put, [batch(0)]).start()
     queue.get()
-    put_wait_s, get_wait_s = queue.take_waits()
-    assert 0.05 < get_wait_s < 5 and put_wait_s < 0.05
+    waits = queue.take_waits()
+    assert 0.05 < waits.get_s < 5 and waits.put_s < 0.05 and waits.ready_s == 0.0
+
+
+@pytest.mark.parametrize(("waiting", "is_ready"), [([1, 2], True), ([1], False)])
+def test_a_wait_for_order_is_told_from_a_wait_for_supply(waiting: list[int], is_ready: bool) -> None:
+    """While as many batches stand in the queue as a step takes, but not the next one, the get wait is also a ready
+    wait."""
+    queue = channel(4, queue_depth=4, batches_per_step=2)
+    for number in waiting:
+        queue.put(batch(number))
+    threading.Timer(0.1, queue.put, [batch(0)]).start()
+    assert queue.get().tokens.number == 0
+    waits = queue.take_waits()
+    assert 0.05 < waits.get_s < 5 and waits.ready_s == (waits.get_s if is_ready else 0.0)
 
 
 def test_bytes_bound_the_queue_but_never_lock_out_the_next_batch() -> None:

@@ -1,0 +1,304 @@
+"""What a run folder and the pages of its processes say from outside: who runs, how far, and how it ended.
+
+Everything here reads; nothing asks the process, so all of it works on one that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import pwd
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.observe import PROFILE_FOLDER
+from paceline.config import RunConfig
+from paceline.control.run_folder import RunFolder
+from paceline.errors import CheckpointError, printable
+from paceline.files import is_running
+from paceline.profiling.page import PageError, Snapshot, pages_in, read_page
+
+if TYPE_CHECKING:
+    from paceline.profiling.verdict import Verdict
+
+TAIL_BYTES = 256 * 1024
+"""Read of a long file's end: some 700 steps of ``metrics.jsonl``."""
+
+RECENT_STEPS = 20
+"""Steps that speed and waits are averaged over."""
+
+
+@dataclass(frozen=True)
+class LivePage:
+    """The page of a process that runs."""
+
+    path: Path
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What ``events.jsonl`` says last, apart from checkpoints.
+
+    Attributes:
+        kind: ``finished``, ``failed``, a signal's name or ``max_hours``; without an ending ``started`` or ``resumed``.
+        step, at_s: Then, in seconds since 1970; without an ending those of the last step that was written down.
+        reason: Why it failed.
+    """
+
+    kind: str
+    step: int
+    at_s: float
+    reason: str = ""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process wrote how it ended."""
+        return self.kind not in ("started", "resumed")
+
+    def text(self) -> str:
+        """How it ended, to follow a subject."""
+        how = f"was stopped ({self.kind}) at"
+        if not self.is_ending:
+            how = "was killed, or died without a word, some time after"
+        elif self.kind in ("finished", "failed"):
+            how = f"{self.kind} at"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at_s))
+        return f"{how} step {self.step}, {when}" + (f": {one_line(self.reason)}" if self.reason else "")
+
+
+def open_run(path: Path) -> RunFolder:
+    """Raises: CheckpointError if this is no run folder."""
+    run = RunFolder(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; a run folder is wanted, the run.dir of a training")
+    if not run.exists and not (path / "run.lock").exists():
+        raise CheckpointError(f"{path} is no run folder: it has no config.yaml; give the run.dir of a training")
+    return run
+
+
+def live_pages(run: RunFolder) -> list[LivePage]:
+    """Pages of the run's processes that run, the oldest first.
+
+    Raises: PageError if there is one that cannot be read, and none that can.
+    """
+    found, refused = [], None
+    for path in _links(run.path / PROFILE_FOLDER):
+        try:
+            snapshot = read_page(path)
+        except PageError as error:
+            if not _is_gone(path, error):
+                refused = _explained(path, error)
+            continue
+        if snapshot.is_running:
+            found.append(LivePage(path, snapshot))
+    if refused is not None and not found:
+        raise refused
+    return found
+
+
+def need_live_pages(run: RunFolder) -> list[LivePage]:
+    """As `live_pages`; at least one. Raises: CheckpointError saying why there is none, and what to do; PageError."""
+    if pages := live_pages(run):
+        return pages
+    path = printable(str(run.path))
+    if (pid := holder(run)) is not None:
+        raise CheckpointError(
+            f"process {pid} holds {path} but has no profile page: it is loading its models, is about to end, or could "
+            "not make one (its output says so); try again in a moment"
+        )
+    outcome, host = last_outcome(run), other_host(run)
+    if host is not None and (outcome is None or not outcome.is_ending):
+        raise CheckpointError(f"the process of {path} was started on {host}: give this command there")
+    if outcome is None:
+        raise CheckpointError(f"no process trains in {path}, and none has; `paceline train` starts one")
+    ended = f"no process trains in {path}: the last one {outcome.text()}"
+    if outcome.kind == "finished":
+        raise CheckpointError(f"{ended}; `paceline status {quoted(run.path)}` says how it went")
+    raise CheckpointError(f"{ended}; `paceline resume {quoted(run.path)}` goes on with it")
+
+
+def other_host(run: RunFolder) -> str | None:
+    """The host that the last process was started on, unless it is this one."""
+    host = run_record(run).get("host")
+    return printable(str(host)) if host and host != platform.node() else None
+
+
+def holder(run: RunFolder) -> int | None:
+    """The process that holds the run's lock, if it still runs (on this host)."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int((run.path / "run.lock").read_text(encoding="ascii").strip())
+        if pid > 0 and is_running(pid) and process_state(pid) not in ("", "Z", "X") and _has_lock(pid, run):
+            return pid
+    return None
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for it (``T``: stopped by a signal, ``t``: by a debugger); empty when it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()[0]  # the name before it may hold anything
+    return ""
+
+
+def run_record(run: RunFolder) -> dict[str, Any]:
+    """``run.json``; empty where there is none."""
+    return _read_json(run.path / "run.json")
+
+
+def report_record(run: RunFolder) -> dict[str, Any]:
+    """``report.json`` of the last process that came to an end; empty where there is none."""
+    return _read_json(run.path / "report.json")
+
+
+def last_outcome(run: RunFolder) -> Outcome | None:
+    """None before anything has begun."""
+    events = [line for line in tail_lines(run.path / "events.jsonl") if line.get("event") != "checkpoint"]
+    if not events:
+        return None
+    last = events[-1]
+    kind, step, at_s = printable(str(last.get("event"))), int(last.get("step", 0)), float(last.get("time", 0.0))
+    outcome = Outcome(kind, step, at_s, str(last.get("reason", "")))
+    if outcome.is_ending:
+        return outcome
+    with contextlib.suppress(OSError):
+        at_s = max(at_s, run.metrics_file.stat().st_mtime)
+    return Outcome(kind, max([step, *(line.get("step", 0) for line in recent_metrics(run))]), at_s)
+
+
+def last_checkpoint(run: RunFolder) -> dict[str, Any] | None:
+    """Step, time and folder of the newest complete one."""
+    place = run.checkpoints / "latest"
+    try:
+        target = place.resolve(strict=True)
+        step = int(target.name.removeprefix("step-"))
+        return {"step": step, "time": target.stat().st_mtime, "path": str(run.checkpoints / target.name)}
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def recent_metrics(run: RunFolder) -> list[dict[str, Any]]:
+    """The last lines of ``metrics.jsonl`` that the last process wrote."""
+    first = int(run_record(run).get("resumed_from_step") or 0)
+    return [line for line in tail_lines(run.metrics_file) if line.get("step", 0) > first]
+
+
+def speed_of(lines: Sequence[dict[str, Any]]) -> float | None:
+    """Tokens a second over these steps, validation and saves included; None without any."""
+    seconds = sum(line.get("seconds", 0.0) for line in lines)
+    return sum(line.get("tokens", 0) for line in lines) / seconds if seconds > 0 else None
+
+
+def waits_of(lines: Sequence[dict[str, Any]], targets: int) -> tuple[float, float] | None:
+    """Shares of time that the average target waited in put, and the drafter in get."""
+    seconds = sum(line.get("seconds", 0.0) for line in lines)
+    if seconds <= 0:
+        return None
+    put, get = (sum(line.get(key, 0.0) for line in lines) for key in ("put_wait_s", "get_wait_s"))
+    return min(1.0, put / seconds / max(1, targets)), min(1.0, get / seconds)
+
+
+def verdict_of(lines: Sequence[dict[str, Any]], config: RunConfig) -> Verdict | None:
+    """What limits the run; None while there is nothing to judge."""
+    from paceline.profiling.verdict import drop_warm_up, judge, windows_of
+
+    windows = drop_warm_up(windows_of(lines))
+    if not windows:
+        return None
+    depth, a_step, a_batch = config.pipeline.queue_depth, config.optim.tokens_per_step, config.pipeline.tokens_per_batch
+    if isinstance(depth, str) or isinstance(a_step, str) or isinstance(a_batch, str):
+        return None  # a run folder's configuration is resolved; this one was written by hand
+    return judge(
+        windows,
+        targets=config.topology.targets,
+        queue_depth=depth,
+        batches_per_step=max(1, a_step // a_batch),
+        in_turn=config.topology.layout == "colocated",
+    )
+
+
+def tail_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole JSON objects among the last `TAIL_BYTES` of a file of JSON lines; none where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+    except OSError:
+        return []
+    lines = data.split(b"\n")
+    if size > TAIL_BYTES:
+        del lines[0]  # the part of it that was read
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(line)
+            if isinstance(content, dict):
+                found.append(content)
+    return found
+
+
+def one_line(text: str) -> str:
+    """Text that neither steers a terminal nor leaves its line."""
+    return " ".join(printable(text).split())
+
+
+def quoted(path: Path) -> str:
+    """A path as it is typed in a shell."""
+    return printable(shlex.quote(str(path)))
+
+
+def _links(folder: Path) -> list[Path]:
+    for _ in range(5):
+        try:
+            return pages_in(folder)
+        except FileNotFoundError:  # one vanished between listing and looking: its process has ended
+            continue
+    return []
+
+
+def _is_gone(path: Path, error: PageError) -> bool:
+    """Whether a page that cannot be read is nobody's: its file is missing, or the process in its name."""
+    cause, pid = error.__cause__, path.name.split("-")[2:3]
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESTALE):
+        return True
+    return bool(pid) and pid[0].isdecimal() and not is_running(int(pid[0]))
+
+
+def _explained(path: Path, error: PageError) -> PageError:
+    """The error with what to do about it."""
+    cause = error.__cause__
+    if isinstance(cause, PermissionError):
+        owner = ""
+        with contextlib.suppress(OSError, KeyError):
+            owner = f" {pwd.getpwuid(path.stat().st_uid).pw_name}"
+        return PageError(f"{path} belongs to another user{owner}: give this command as that user, or as root")
+    return error if str(path) in str(error) else PageError(f"{path}: {error}")
+
+
+def _has_lock(pid: int, run: RunFolder) -> bool:
+    """Whether the process has the run's lock file open; assumed where that may not be looked at."""
+    lock = run.path / "run.lock"
+    try:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if descriptor.samefile(lock):
+                    return True
+    except OSError:
+        return True
+    return False
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,209 @@
+"""Inside the training process: a thread that watches the page's control word, prints tables and writes files.
+
+It takes no part in the counting. When it cannot run, as in a process that hangs, the page still says everything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.profiling import page as layout
+from paceline.profiling import stages
+from paceline.profiling.intervals import Interval
+from paceline.profiling.page import Control, Page, Snapshot
+
+log = logging.getLogger(__name__)
+
+STAGES_FILE = "stages.jsonl"
+POLL_S = 0.2
+"""Seconds between looks at the control word: a change shows in the output that much later; in the counts, at once."""
+
+MAX_COST_FRAC = 0.01
+"""Share of a thread's time that counting may take; above, batches are left out."""
+
+
+def trace_file(folder: Path, until_ns: int) -> Path:
+    """Where the events of a trace window are written when it is over."""
+    return folder / f"trace-{until_ns}.json"
+
+
+class Reporter:
+    """Prints and records each interval while profiling is on.
+
+    Args:
+        page: This process's.
+        folder: The run's ``profile`` folder.
+        show: Prints a text.
+        interval_s: On from the start with so many seconds; 0: off until switched on.
+    """
+
+    def __init__(self, page: Page, folder: Path, show: Callable[[str], None], interval_s: float = 0.0) -> None:
+        self._page, self._folder, self._show = page, folder, show
+        self._control = Control.of(page.words[layout.CONTROL])
+        self._first: Snapshot | None = None
+        self._trace_until = 0
+        self._cost_is_known = self._has_failed = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="profiler", daemon=True)
+        if interval_s > 0:
+            self.switch(True, interval_s)
+
+    def start(self) -> None:
+        """Start watching; an interval that is due from the start begins now."""
+        self._look_safely()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread is to be had: the last look still makes a table
+            log.warning("no tables while the run lasts: %s", error)
+
+    def stop(self) -> None:
+        """Print the last, partial interval and end. In a forked child: nothing."""
+        if self._page.pid != os.getpid():
+            return
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._look_safely(is_last=True)
+
+    def switch(self, is_on: bool, interval_s: float) -> None:
+        """Change the control word, as others may."""
+        self._page.set_control(Control.of(self._page.words[layout.CONTROL]).changed(is_on, interval_s))
+
+    def toggle(self, interval_s: float = 10.0) -> None:
+        """Tables if there are none, and off if there are; `paceline top` counts without tables, which is neither."""
+        now = Control.of(self._page.words[layout.CONTROL])
+        has_tables = now.is_on and now.interval_s > 0
+        self.switch(not has_tables, 0.0 if has_tables else interval_s)
+
+    def _run(self) -> None:
+        with stages.named_thread("profiler"):
+            while not self._has_failed and not self._stop.wait(POLL_S):
+                self._look_safely()
+
+    def _look_safely(self, is_last: bool = False) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._look(is_last)
+        except Exception as error:  # whatever it is, the run is worth more than its profile
+            log.warning("profiling stops: %s: %s", type(error).__name__, error)
+            self._has_failed = True
+            self.switch(False, 0.0)
+
+    def _look(self, is_last: bool = False) -> None:
+        control = Control.of(self._page.words[layout.CONTROL])
+        if control != self._control or (control.is_on and self._first is None):
+            if self._control.is_on and self._control.interval_s and self._first is not None:
+                self._emit()
+            control = Control.of(self._page.words[layout.CONTROL])  # off by now if nothing can be written
+            self._change(control)
+        if self._first is not None and control.interval_s:
+            passed_s = (time.monotonic_ns() - self._first.taken_ns) / 1e9
+            if passed_s >= control.interval_s or is_last:
+                self._emit()
+        self._trace()
+
+    def _change(self, control: Control) -> None:
+        if control.is_on and control.interval_s and not (self._control.is_on and self._control.interval_s):
+            self._show(f"profiling is on, a table every {control.interval_s:g} s; {self._cost_note()}")
+        elif self._control.interval_s and not control.interval_s:
+            self._show("profiling is off")
+        self._control = control
+        self._first = self._take() if control.is_on else None
+
+    def _cost_note(self) -> str:
+        off, on = (self._page.words[word] for word in (layout.COST_OFF, layout.COST_ON))
+        return f"a stage costs {on / 1e3:.1f} us ({off / 1e3:.1f} us when off)"
+
+    def _take(self) -> Snapshot:
+        self._page.words[layout.INTERVAL] += 1
+        return self._page.snapshot()
+
+    def _emit(self) -> None:
+        before, number = self._first, self._page.words[layout.INTERVAL]
+        assert before is not None
+        self._first = after = self._take()
+        interval = Interval.between(before, after, number)
+        self._sample(interval)
+        self._show(interval.table())
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(self._folder / STAGES_FILE, "a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(record) + "\n" for record in interval.records()))
+        except OSError as error:
+            log.warning("profiling is off: %s cannot be written: %s", self._folder / STAGES_FILE, error.strerror)
+            self.switch(False, 0.0)
+            self._control, self._first = Control.of(self._page.words[layout.CONTROL]), None
+
+    def _sample(self, interval: Interval) -> None:
+        """Count fewer batches where counting all of them costs more than it may; decided once, and said."""
+        busiest = max(interval.threads, key=_num_runs, default=None)
+        if self._cost_is_known or busiest is None or busiest.num_batches < 3:
+            return
+        self._cost_is_known = True
+        cost = _num_runs(busiest) * self._page.words[layout.COST_ON] / 1e9 / busiest.wall_s
+        if cost > MAX_COST_FRAC:
+            every = math.ceil(cost / MAX_COST_FRAC)
+            self._page.words[layout.SAMPLE_EVERY] = every
+            self._show(
+                f"counting every batch costs {busiest.role} {100 * cost:.1f} % of its time: one in {every} is counted "
+                "from here on"
+            )
+
+    def _trace(self) -> None:
+        """Write down the events of a window that is over."""
+        until = self._page.words[layout.TRACE_UNTIL]
+        if until and until != self._trace_until and time.monotonic_ns() >= until:
+            self._trace_until = until
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                place = trace_file(self._folder, until)
+                partial = place.with_name(f".{place.name}.{os.getpid()}")
+                partial.write_text(json.dumps(collect_events(self._page, until)), encoding="utf-8")
+                os.replace(partial, place)
+            except OSError as error:
+                log.warning("the trace cannot be written below %s: %s", self._folder, error.strerror)
+
+
+def collect_events(page: Page, until_ns: int) -> dict[str, Any]:
+    """Every stage that ended in the trace window, by thread, and those that are open; monotonic nanoseconds.
+
+    An event is ``[stage number, begin, end, depth, batch]``.
+    """
+    snapshot = page.snapshot()
+    threads = stages.take_left_events(page)
+    for recorder in stages.recorders():
+        if recorder.page is page:
+            events, recorder.events = recorder.events, type(recorder.events)(maxlen=recorder.events.maxlen)
+            frames = enumerate(list(recorder.stack))
+            still = [[frame[0], frame[1], until_ns, depth, recorder.batch] for depth, frame in frames]
+            threads.append(
+                {
+                    "role": recorder.role,
+                    "thread": recorder.thread,
+                    "tid": recorder.tid,
+                    "events": [list(event) for event in events],
+                    "open": [frame for frame in still if frame[1] < until_ns],
+                }
+            )
+    return {
+        "pid": snapshot.pid,
+        "until_ns": until_ns,
+        "monotonic_ns": snapshot.taken_ns,
+        "epoch_ns": snapshot.epoch_ns,
+        "stages": list(snapshot.stage_names),
+        "threads": threads,
+    }
+
+
+def _num_runs(thread: Any) -> int:
+    return sum(stats.count for stats in thread.stages.values())
