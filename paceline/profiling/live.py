@@ -191,7 +191,7 @@ def collect_events(page: Page, until_ns: int) -> dict[str, Any]:
                     "role": recorder.role,
                     "thread": recorder.thread,
                     "tid": recorder.tid,
-                    "events": [list(event) for event in events],
+                    "events": [list(event) for event in list(events)],  # one may still come in
                     "open": [frame for frame in still if frame[1] < until_ns],
                 }
             )
