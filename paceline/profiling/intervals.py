@@ -199,7 +199,7 @@ def _thread_between(
         stages[name] = replace(part, max_ns=None if number is None else _longest(part, after.longest[name], number))
     carried = _carried(before, first, after, stages) if before is not None and sample_every == 1 else {}
     top_s = (after.top_ns - (before.top_ns if before is not None else 0)) / 1e9
-    if before is not None and before.outer is not None and before.outer.stage in carried:
+    if before is not None and before.outer is not None and before.outer != after.outer:  # it has ended since
         top_s = max(0.0, top_s - (before.at_ns - before.outer.since_ns) / 1e9)
     open_s, open_outer_s = (
         max(0.0, (end - running.since_ns) / 1e9) if running else 0.0 for running in (after.inner, after.outer)
@@ -212,7 +212,7 @@ def _thread_between(
         thread=after.thread,
         tid=after.tid,
         wall_s=wall_s,
-        covered_s=min(top_s * sample_every + min(open_outer_s, wall_s), wall_s),
+        covered_s=min(top_s + min(open_outer_s, wall_s), wall_s),
         open_stage=after.inner.stage if after.inner else None,
         open_s=open_s,
         open_outer=after.outer.stage if after.outer else None,

@@ -243,7 +243,7 @@ class ThreadSnapshot:
     Attributes:
         joined_ns, left_ns: When it began, and when it ended (0: it has not); monotonic.
         inner, outer: The stage that it is in, and the outermost one around it; None between stages.
-        top_ns: Time in stages that were in no other.
+        top_ns: Time in stages that were in no other, counted or not.
         batch: Number of the batch at hand.
         num_batches: How many it has begun.
         stages: By name, all that the process knows.

@@ -125,10 +125,14 @@ class Recorder:
             self.recomputing -= 1
         if control & layout.IS_ON and control == words[layout.CONTROL] and self.is_counted:
             self._count(stage, elapsed, elapsed - inside, beacon, failed)
-        else:
+        elif beacon:
             words[block + layout.BEACON] = beacon
-            if not beacon:
-                words[block + layout.OUTER] = 0
+        else:  # what is not counted is covered all the same
+            sequence = words[block + layout.SEQUENCE] | 1
+            words[block + layout.SEQUENCE] = sequence
+            words[block + layout.BEACON] = words[block + layout.OUTER] = 0
+            words[block + layout.TOP_TOTAL] += elapsed
+            words[block + layout.SEQUENCE] = sequence + 1
         if now < words[layout.TRACE_UNTIL]:
             self.events.append((stage, since, now, len(stack), self.batch))
 

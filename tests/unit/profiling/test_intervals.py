@@ -127,6 +127,19 @@ def test_what_was_open_at_the_switch_takes_nothing_from_later_runs(clock: Clock,
     assert found.seconds_in("get_wait") == found.covered_s == 8 and found.other_s == 2
 
 
+def test_what_was_open_at_the_switch_is_not_other(clock: Clock, page: Page) -> None:
+    """A stage inside which profiling came on is counted in no part, but its time is no time between stages."""
+    with as_role("drafter-0"):
+        stages.VALIDATE.__enter__()
+        clock.pass_s(50)
+        cuts = Cuts(page)
+        clock.pass_s(4)
+        stages.VALIDATE.__exit__(None, None, None)
+        clock.pass_s(1)
+    found = only(cuts.next())
+    assert (found.stages["validate"].count, found.covered_s, found.other_s, found.wall_s) == (0, 4, 1, 5)
+
+
 def test_a_wait_that_was_dropped_takes_nothing_from_other_stages(clock: Clock, cuts: Cuts) -> None:
     """A run that was open when the interval began, and was dropped as profiling went off and on inside it, leaves the
     time that others were counted for alone."""
