@@ -35,9 +35,9 @@ class Scenario:
     """Seconds that both sides sleep a batch, always and while the fault is in.
 
     Attributes:
-        has_cache: Whether the target's features are kept (as by `pipeline.feature_cache_gib`), so that it computes nothing.
-            Else both sides compute on the same cores, where a target that no longer sleeps slows the drafter down: the
-            gain is an upper limit then.
+        has_cache: Whether the target's features are kept (as by `pipeline.feature_cache_gib`), so that it computes
+            nothing. Else both sides compute on the same cores, where a target that no longer sleeps slows the drafter
+            down: the gain is an upper limit then.
     """
 
     name: str
