@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from paceline.config import Profiling, RunConfig
@@ -35,24 +37,27 @@ def observing(run_dir: Path, config: RunConfig, show: Callable[[str], None]) -> 
     Returns: what the drafter's thread calls between micro-batches.
     """
     folder = run_dir / PROFILE_FOLDER
-    page = stages.open_run(folder, times_device=config.run.device.startswith("cuda"), default_role="drafter-0")
-    if page is None:
-        yield lambda: None
-        return
-    reporter, window = Reporter(page, folder, show, config.profiling.interval), TorchWindow(folder)
-    reporter.start()
-    try:
-        with contextlib.ExitStack() as stack:
-            if config.profiling.sigusr1:
-                stack.enter_context(_on_sigusr1(reporter.toggle))
-            stack.callback(window.close)
-            stack.enter_context(serving(folder / CONTROL_SOCKET, _verbs(page, reporter, window)))
-            stack.enter_context(serving_metrics(page.snapshot, config.profiling.metrics_port, show))
+    toggles: list[Callable[[], None]] = []
+    with contextlib.ExitStack() as stack:
+        if config.profiling.sigusr1:  # first of all: without a handler the signal ends the process
+            stack.enter_context(_on_sigusr1(toggles))
+        page = stages.open_run(folder, times_device=config.run.device.startswith("cuda"), default_role="drafter-0")
+        if page is None:
+            show("without a page for the profile there are no control socket, torch window and metrics either")
             stack.enter_context(stages.named_thread("drafter-0"))
-            yield window.poll
-    finally:
-        reporter.stop()
-        stages.close_run(page, folder)
+            yield lambda: None
+            return
+        stack.callback(stages.close_run, page, folder)
+        reporter, window = Reporter(page, folder, show, config.profiling.interval), TorchWindow(folder)
+        stack.callback(reporter.stop)
+        reporter.start()
+        toggles.append(reporter.toggle)
+        stack.callback(toggles.clear)
+        stack.callback(window.close)
+        stack.enter_context(serving(folder / CONTROL_SOCKET, _verbs(page, reporter, window)))
+        stack.enter_context(serving_metrics(page.snapshot, config.profiling.metrics_port, show))
+        stack.enter_context(stages.named_thread("drafter-0"))  # last: threads that are started inherit it
+        yield window.poll
 
 
 def _verbs(page: Page, reporter: Reporter, window: TorchWindow) -> dict[str, Verb]:
@@ -89,13 +94,23 @@ def _verbs(page: Page, reporter: Reporter, window: TorchWindow) -> dict[str, Ver
 
 
 @contextlib.contextmanager
-def _on_sigusr1(toggle: Callable[[], None]) -> Iterator[None]:
-    """While entered, SIGUSR1 toggles; off the main thread Python allows no handlers, and it is left alone."""
+def _on_sigusr1(toggles: list[Callable[[], None]]) -> Iterator[None]:
+    """While entered, SIGUSR1 calls what is in the list, in this process and not in its forks.
+
+    Afterwards it is whose it was, or ignored: the default would end the process that still writes its report. Off the
+    main thread Python allows no handlers, and it is left alone.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGUSR1, lambda _number, _frame: toggle())
+    pid = os.getpid()
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        for toggle in toggles if os.getpid() == pid else ():
+            toggle()
+
+    previous = signal.signal(signal.SIGUSR1, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL if previous is None else previous)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN if previous in (None, signal.SIG_DFL) else previous)

@@ -25,7 +25,7 @@ from paceline.control.run_folder import RunFolder
 from paceline.control.socket import ask
 from paceline.errors import ConfigError, printable
 from paceline.profiling.live import STAGES_FILE, trace_file
-from paceline.profiling.page import CONTROL, TRACE_UNTIL, WORD, PageError, write_word
+from paceline.profiling.page import CONTROL, TRACE_UNTIL, WORD, PageError, read_page, write_word
 
 PATIENCE_S = 10.0
 """Seconds after a trace's end in which the process may write it down."""
@@ -34,6 +34,9 @@ TORCH_PATIENCE_S = 330.0
 """Seconds for torch's profiler to start, see its batches, and write; the process gives up after 300."""
 
 POLL_S = 0.1
+REFUSAL_S = 0.5
+"""Seconds in which a process whose profiler has failed says so."""
+
 SMALLEST_INTERVAL_S = 0.1
 
 app = typer.Typer(help="Switch a live run's profile on and off, and take traces of it.", no_args_is_help=True)
@@ -58,6 +61,8 @@ def on(
     for page in need_live_pages(run):
         before = page.snapshot.control
         _switch(run, page, True, interval, socket)
+        if interval and _is_refused(page):
+            raise PageError(f"the profiler of process {page.snapshot.pid} has failed; its output says why")
         already = "already " if before.is_on and before.interval_s == interval else ""
         table = f"a table every {interval:g} s, in its output and in {_shown(run, STAGES_FILE)}"
         typer.echo(
@@ -115,6 +120,16 @@ def torch_window(
     events = f"{answer['events']:,} events of {answer['batches']} batches, {answer['bytes'] / 1e6:.1f} MB"
     typer.echo(f"{events}: {printable(str(answer['file']))}")
     typer.echo("open it at ui.perfetto.dev")
+
+
+def _is_refused(page: LivePage) -> bool:
+    """Whether the process switches profiling off again at once, as it does when it cannot print or write tables."""
+    deadline = time.monotonic() + REFUSAL_S
+    while time.monotonic() < deadline:
+        if not read_page(page.path).control.is_on:
+            return True
+        time.sleep(POLL_S)
+    return False
 
 
 def _checked(interval: float) -> float:

@@ -23,12 +23,13 @@ class TrainProgress:
     """Draws the steps of a run.
 
     Args:
-        quiet: Show nothing (stdout belongs to JSON).
+        quiet: Show no phases and steps, only what was asked for (stdout belongs to JSON).
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._console = Console(stderr=True, highlight=False)
+        self._is_broken = False
+        self._console = _Console(stderr=True, highlight=False)
         self._live = not quiet and sys.stderr.isatty()
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -37,12 +38,17 @@ class TrainProgress:
 
     def phase(self, text: str) -> None:
         """Say what is being done."""
-        if self._quiet:
+        if not self._quiet:
+            self.show(text)
+
+    def show(self, text: str) -> None:
+        """Print what was asked for, such as a profile's table, even when quiet; from any thread."""
+        if self._is_broken:
             return
         try:
             self._console.print(text, markup=False, soft_wrap=True)
         except (OSError, SystemExit):  # nobody reads any more (rich exits then); the run matters more
-            self._quiet = True
+            self._is_broken = True
 
     def start(self, config: RunConfig, resolved: ResolvedRun, step: int, notes: list[str]) -> None:
         """The run is about to train its first step."""
@@ -88,6 +94,14 @@ class TrainProgress:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
+
+
+class _Console(Console):
+    """Of stderr: rich's own also closes stdout when a pipe breaks, and the report with it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise SystemExit(1)
 
 
 def _describe(line: dict[str, Any]) -> str:

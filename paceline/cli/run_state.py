@@ -266,7 +266,7 @@ def _links(folder: Path) -> list[Path]:
 
 def _is_gone(path: Path, error: PageError) -> bool:
     """Whether a page that cannot be read is nobody's: its file is missing, or the process in its name."""
-    cause, pid = error.__cause__, path.name.split("-")[2:3]
+    cause, pid = error.__cause__, path.name.split("-")[3:4]
     if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESTALE):
         return True
     return bool(pid) and pid[0].isdecimal() and not is_running(int(pid[0]))

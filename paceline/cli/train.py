@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import platform
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,17 +55,20 @@ ProfileInterval = Annotated[
 ]
 
 
-def with_profile_interval(config: RunConfig, flag: str | None) -> RunConfig:
-    """The flag beats the variable, and the variable beats the run file. Raises: ConfigError naming which was bad."""
+def profile_interval_of(config: RunConfig, flag: str | None) -> float:
+    """Seconds between tables, 0: none. The flag beats the variable, and the variable beats the run file; neither of the
+    two is kept for a later start.
+
+    Raises: ConfigError naming which was bad.
+    """
     for name, text in (("--profile-interval", flag), (PROFILE_VARIABLE, os.environ.get(PROFILE_VARIABLE) or None)):
         if text is None:
             continue
         try:
-            interval = Profiling(interval=float(text)).interval
+            return Profiling(interval=float(text)).interval
         except ValueError as error:  # pydantic's as well
             raise ConfigError(f"{name}={text!r}: a number of seconds from 0 (off) to 86400 was wanted") from error
-        return config.model_copy(update={"profiling": config.profiling.model_copy(update={"interval": interval})})
-    return config
+    return config.profiling.interval
 
 
 def train(
@@ -74,14 +79,15 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report (or the plan) as JSON on stdout.")] = False,
 ) -> None:
     """Train a drafter; on an existing run folder, go on where it stopped."""
-    config = with_profile_interval(load_config(run_file, overrides or []), profile_interval)
+    config = load_config(run_file, overrides or [])
+    interval_s = profile_interval_of(config, profile_interval)
     run = RunFolder(config.run.dir)
     if run.exists:
         config = merge_with_saved(run.read_config(), config)
     if dry_run:
-        _print_plan(config, as_json)
+        _print_plan(config, interval_s, as_json)
         return
-    _finish(run, run_training(config, TrainProgress(quiet=as_json)), as_json)
+    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s), as_json)
 
 
 def resume(
@@ -97,10 +103,11 @@ def resume(
         raise CheckpointError(f"{run_dir} has no checkpoint to resume from; `paceline train` starts it")
     if any(override.startswith("run.dir=") for override in overrides or []):
         raise ConfigError("resume takes the run folder as its first argument; to move a run, move the folder")
-    wanted = with_profile_interval(load_config(run.config_file, overrides or []), profile_interval)
+    wanted = load_config(run.config_file, overrides or [])
+    interval_s = profile_interval_of(wanted, profile_interval)
     wanted = wanted.model_copy(update={"run": wanted.run.model_copy(update={"dir": str(run_dir)})})
     config = merge_with_saved(saved, wanted)
-    _finish(run, run_training(config, TrainProgress(quiet=as_json)), as_json)
+    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s), as_json)
 
 
 def merge_with_saved(saved: RunConfig, wanted: RunConfig) -> RunConfig:
@@ -135,16 +142,20 @@ def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
     return resolved, shape
 
 
-def run_training(config: RunConfig, progress: TrainProgress) -> TrainReport:
+def run_training(config: RunConfig, progress: TrainProgress, interval_s: float | None = None) -> TrainReport:
     """Train as configured in its run folder, from where it stands.
 
+    Args:
+        interval_s: From `profile_interval_of`; None: what follows from variable and configuration.
     Raises: PacelineError of any kind; the run folder then holds the last complete step.
     """
+    if config.profiling.sigusr1 and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # deadly by default; there is nothing to switch on yet
     with StopRequest() as stop:  # first of all: importing torch takes seconds, in which Ctrl-C has to count as well
-        return _train(config, progress, stop)
+        return _train(config, progress, stop, profile_interval_of(config, None) if interval_s is None else interval_s)
 
 
-def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> TrainReport:
+def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest, interval_s: float) -> TrainReport:
     import torch
 
     from paceline.eval.validation import Validation
@@ -214,7 +225,8 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest) -> Tra
                 tokens = resolved.batches.batch(number)
             return target.features(tokens, cache)
 
-        with observing(run.path, config, progress.phase) as between:
+        profiling = config.profiling.model_copy(update={"interval": interval_s})
+        with observing(run.path, config.model_copy(update={"profiling": profiling}), progress.show) as between:
             loop = TrainLoop(
                 run,
                 resolved,
@@ -326,14 +338,14 @@ def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:
         typer.echo(json.dumps(dataclasses.asdict(report)))
         return
     typer.echo(f"{report.ending} at step {report.step} of {report.total_steps}; checkpoints in {run.checkpoints}")
-    typer.echo(f"{report.verdict['kind']}: {report.verdict['reason']}")
+    typer.echo(report.verdict["line"])
     if report.ending == "finished":
         typer.echo(f"next: paceline export {run.path} --format zlab --out {run.path / 'export'}")
     else:
         typer.echo(f"go on with: paceline resume {run.path}")
 
 
-def _print_plan(config: RunConfig, as_json: bool) -> None:
+def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
     from paceline.plan.memory import GIB, memory_plan
 
     resolved, shape = resolve_config(config)
@@ -349,6 +361,7 @@ def _print_plan(config: RunConfig, as_json: bool) -> None:
         "anchors_per_batch": resolved.num_anchors,
         "validation_rows": len(resolved.validation_rows),
         "fill_frac": round(resolved.batches.fill, 4),
+        "profile_interval_s": interval_s,
     }
     memory = {name.replace("_bytes", "_gib"): round(value / GIB, 3) for name, value in vars(plan).items()}
     memory["total_gib"] = round(plan.total_bytes / GIB, 3)

@@ -31,7 +31,7 @@ from paceline.config import RunConfig
 from paceline.control.run_folder import RunFolder
 from paceline.control.signals import Interrupts
 from paceline.errors import CheckpointError, printable
-from paceline.profiling.intervals import INSIDE, Interval, ThreadInterval, stages_of
+from paceline.profiling.intervals import Interval, ThreadInterval, stages_of
 from paceline.profiling.page import CONTROL, Control, PageError, Snapshot, ThreadSnapshot, read_page, write_word
 from paceline.profiling.stages import GET_WAIT, PUT_WAIT, WAITS
 from paceline.report.page import duration
@@ -441,7 +441,7 @@ def _rows(thread: ThreadSnapshot, look: _Look) -> ThreadRows:
                         share=part.seconds_in(name) / part.wall_s,
                         avg_ms=stats.avg_ns / 1e6 if stats.count else None,
                         is_open=name in opened,
-                        is_inside=name in INSIDE,
+                        is_inside=part.is_inside(name),
                         is_wait=name in WAITS,
                     )
                 )

@@ -50,17 +50,16 @@ class ControlError(PacelineError):
 @contextlib.contextmanager
 def serving(place: Path, verbs: Mapping[str, Verb]) -> Iterator[None]:
     """Answer at `place` while entered; where that cannot be, one warning."""
-    try:
-        server = ControlSocket(place, verbs)
-    except OSError as error:
-        log.warning("there is no control socket: %s cannot be made: %s", place, error.strerror or error)
+    with contextlib.ExitStack() as stack:
+        try:
+            server = ControlSocket(place, verbs)
+            server.start()
+            stack.callback(server.stop)
+        except OSError as error:
+            log.warning("there is no control socket: %s cannot be made: %s", place, error.strerror or error)
+        except RuntimeError as error:
+            log.warning("there is no control socket: %s cannot be served: %s", place, error)
         yield
-        return
-    server.start()
-    try:
-        yield
-    finally:
-        server.stop()
 
 
 class ControlSocket:
@@ -75,6 +74,7 @@ class ControlSocket:
     def __init__(self, place: Path, verbs: Mapping[str, Verb]) -> None:
         self._place, self._verbs = place, verbs
         self._stopping = False
+        self._pid = os.getpid()
         self._at_work = threading.BoundedSemaphore(MAX_AT_WORK)
         _remove_if_dead(place)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -92,11 +92,18 @@ class ControlSocket:
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:
-        """Start answering."""
-        self._thread.start()
+        """Start answering. Raises: RuntimeError, with nothing left behind, if the system gives no more threads."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.stop()
+            raise
 
     def stop(self) -> None:
-        """Answer no more and remove the file; verbs that run go on in their threads."""
+        """Answer no more and remove the file; verbs that run go on in their threads. In a forked child: let go."""
+        if os.getpid() != self._pid:  # the socket itself is shared, and its maker still answers there
+            self._listener.close()
+            return
         self._stopping = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread

@@ -54,14 +54,17 @@ class InTurn:
     def __init__(self, make_features: MakeFeatures, first: int, end: int) -> None:
         self._make_features = make_features
         self._coordinator = Coordinator(first, end)
-        self._get_wait_s = 0.0
+        self._get_wait_s = self._total_wait_s = 0.0
 
     def __iter__(self) -> Iterator[FeatureBatch]:
         while (number := self._coordinator.lease("target-0")) is not None:
             started = time.perf_counter()
             with stages.GET_WAIT, stages.as_role("target-0"):
                 batch = _make(self._make_features, "target-0", number)
-            self._get_wait_s += time.perf_counter() - started
+            waited_s = time.perf_counter() - started
+            self._get_wait_s += waited_s
+            self._total_wait_s += waited_s
+            stages.set_gauge("get_wait_ns", int(1e9 * self._total_wait_s))
             self._coordinator.delivered(number)
             with stages.as_role("target-0"):
                 stages.PUT_WAIT.__enter__()  # until the drafter asks again

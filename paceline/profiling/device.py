@@ -7,12 +7,15 @@ for the host (launch-bound); many milliseconds, the host is ahead, and the devic
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 DRAINED_NS = 100_000
 """Run-ahead lag below which the device counts as having waited for the host (or below 2 % of the stage)."""
@@ -45,6 +48,7 @@ class DeviceClock:
         self._anchor: tuple[Any, int] | None = None
         self._last: Pair | None = None
         self._last_is_of_this_batch = False
+        self._has_failed = False
 
     def next_batch(self) -> None:
         """A batch begins that is timed: what stands on the stream before it is not known."""
@@ -52,7 +56,35 @@ class DeviceClock:
 
     def begin(self) -> Pair | None:
         """Record an event; None while launches are being recorded for a graph, or too many pairs are under way."""
-        if len(self._pending) >= MAX_PENDING or torch.cuda.is_current_stream_capturing():
+        try:
+            return self._begin()
+        except RuntimeError as error:
+            self._fail(error)
+            return None
+
+    def end(self, pair: Pair, stage: int) -> None:
+        """Record the second event."""
+        try:
+            self._end(pair, stage)
+        except RuntimeError as error:
+            self._fail(error)
+
+    def harvest(self, settle: Settle) -> None:
+        """Give what is done to `settle`."""
+        try:
+            self._harvest(settle)
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _fail(self, error: RuntimeError) -> None:
+        """An event failed: either so did the device, of which the run will hear, or the run is worth more than this."""
+        if not self._has_failed:
+            log.warning("stages are not timed on the device any more: %s", str(error).splitlines()[:1])
+        self._has_failed = True
+        self._pending.clear()
+
+    def _begin(self) -> Pair | None:
+        if self._has_failed or len(self._pending) >= MAX_PENDING or torch.cuda.is_current_stream_capturing():
             return None
         pair = self._pool.pop() if self._pool else Pair()
         is_idle = self._last_is_of_this_batch and self._last is not None and self._last.end.query()
@@ -61,8 +93,7 @@ class DeviceClock:
             self._anchor = pair.begin, time.monotonic_ns()
         return pair
 
-    def end(self, pair: Pair, stage: int) -> None:
-        """Record the second event."""
+    def _end(self, pair: Pair, stage: int) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
         pair.end.record()
@@ -74,8 +105,7 @@ class DeviceClock:
         """The host has just waited for this (timed) event: that ties the device's clock to the host's as well."""
         self._anchor = event, time.monotonic_ns()
 
-    def harvest(self, settle: Settle) -> None:
-        """Give what is done to `settle`."""
+    def _harvest(self, settle: Settle) -> None:
         while self._pending and self._pending[0].end.query():
             pair = self._pending.popleft()
             device_ns = int(1e6 * pair.begin.elapsed_time(pair.end))

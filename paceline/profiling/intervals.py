@@ -10,7 +10,7 @@ from paceline.profiling.stages import DRAFTER_STAGES, TARGET_STAGES
 from paceline.profiling.stats import ProfileStats, merged
 
 INSIDE = {"create_block_mask_swa", "layers", "chunked_loss", "recompute"}
-"""Stages that stand inside others; the table indents them, and their time is in that of the others as well."""
+"""Stages that stand inside others, as far as is known before they have run."""
 
 MIN_WALL_S = 1e-3
 
@@ -49,6 +49,11 @@ class ThreadInterval:
     def other_s(self) -> float:
         """Time in no stage."""
         return max(0.0, self.wall_s - self.covered_s)
+
+    def is_inside(self, stage: str) -> bool:
+        """Whether the stage's runs were all in others: their time is in that of the others as well."""
+        stats = self.stages[stage]
+        return stats.outermost == 0 if stats.count else stage in INSIDE
 
     def seconds_in(self, stage: str) -> float:
         """Time of the interval spent in a stage, whether its runs began before it or end after it.
@@ -279,9 +284,8 @@ def _rows(thread: ThreadInterval, has_device: bool) -> list[list[str]]:
     rows, idle = [], []
     for name, stats in thread.stages.items():
         if stats.count or stats.recompute_count or name in (thread.open_stage, thread.open_outer):
-            is_inside = name in INSIDE or (bool(own) and name not in own)  # validation runs the target
             share = thread.seconds_in(name) / thread.wall_s
-            rows.append([*_cells(name, is_inside, stats, share), *_device_cells(stats, has_device)])
+            rows.append([*_cells(name, thread.is_inside(name), stats, share), *_device_cells(stats, has_device)])
         elif name in own:
             idle.append(name)
     if rows and own:

@@ -30,6 +30,10 @@ MAX_COST_FRAC = 0.01
 """Share of a thread's time that counting may take; above, batches are left out."""
 
 
+COST_EVERY_NS = 10 * 10**9
+"""How often the cost is looked at where no tables are made."""
+
+
 def trace_file(folder: Path, until_ns: int) -> Path:
     """Where the events of a trace window are written when it is over."""
     return folder / f"trace-{until_ns}.json"
@@ -50,7 +54,7 @@ class Reporter:
         self._control = Control.of(page.words[layout.CONTROL])
         self._first: Snapshot | None = None
         self._trace_until = 0
-        self._cost_is_known = self._has_failed = False
+        self._has_failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="profiler", daemon=True)
         if interval_s > 0:
@@ -86,11 +90,15 @@ class Reporter:
 
     def _run(self) -> None:
         with stages.named_thread("profiler"):
-            while not self._has_failed and not self._stop.wait(POLL_S):
+            while not self._stop.wait(POLL_S):
                 self._look_safely()
 
     def _look_safely(self, is_last: bool = False) -> None:
         if self._has_failed:
+            if Control.of(
+                self._page.words[layout.CONTROL]
+            ).is_on:  # whoever switches it on again shall see that it is off
+                self.switch(False, 0.0)
             return
         try:
             self._look(is_last)
@@ -110,6 +118,9 @@ class Reporter:
             passed_s = (time.monotonic_ns() - self._first.taken_ns) / 1e9
             if passed_s >= control.interval_s or is_last:
                 self._emit()
+        elif self._first is not None and time.monotonic_ns() - self._first.taken_ns > COST_EVERY_NS:
+            before, self._first = self._first, self._take()  # counted for `paceline top`, without tables
+            self._sample(Interval.between(before, self._first))
         self._trace()
 
     def _change(self, control: Control) -> None:
@@ -145,15 +156,16 @@ class Reporter:
             self._control, self._first = Control.of(self._page.words[layout.CONTROL]), None
 
     def _sample(self, interval: Interval) -> None:
-        """Count fewer batches where counting all of them costs more than it may; decided once, and said."""
-        busiest = max(interval.threads, key=_num_runs, default=None)
-        if self._cost_is_known or busiest is None or busiest.num_batches < 3:
+        """Count fewer batches where counting all of them costs more than it may, and say so; what a stage costs when
+        off remains."""
+        words, busiest = self._page.words, max(interval.threads, key=_num_runs, default=None)
+        if busiest is None or busiest.num_batches < 3:
             return
-        self._cost_is_known = True
-        cost = _num_runs(busiest) * self._page.words[layout.COST_ON] / 1e9 / busiest.wall_s
-        if cost > MAX_COST_FRAC:
-            every = math.ceil(cost / MAX_COST_FRAC)
-            self._page.words[layout.SAMPLE_EVERY] = every
+        a_run_ns = max(0, words[layout.COST_ON] - words[layout.COST_OFF])
+        cost = _num_runs(busiest) * interval.sample_every * a_run_ns / 1e9 / busiest.wall_s
+        every = max(1, math.ceil(cost / MAX_COST_FRAC))
+        if every > 2 * words[layout.SAMPLE_EVERY] or (every > 1 and words[layout.SAMPLE_EVERY] == 1):
+            words[layout.SAMPLE_EVERY] = every  # never back: intervals of two kinds would be hard to compare
             self._show(
                 f"counting every batch costs {busiest.role} {100 * cost:.1f} % of its time: one in {every} is counted "
                 "from here on"

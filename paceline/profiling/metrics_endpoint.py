@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import logging
+import os
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ _FIRST_EDGE_BITS = 11
 def serving_metrics(
     snapshot: Callable[[], Snapshot], port: int | None, show: Callable[[str], None]
 ) -> Iterator[int | None]:
-    """Serve while entered; without the package or the port, warn once and go on.
+    """Serve while entered; without the package, the port or a thread, warn once and go on.
 
     Args:
         port: 0: a free one; None: serve nothing.
@@ -62,22 +63,22 @@ def serving_metrics(
     if port is not None:
         try:
             server = _Server(port, PageCollector(snapshot))
+            server.start()
         except ImportError as error:
             log.warning("metrics are not served: %s; pip install 'paceline[%s]'", error, EXTRA)
         except OSError as error:
             log.warning("metrics are not served: port %d of %s: %s", port, ADDRESS, error.strerror or error)
+        except RuntimeError as error:
+            server = None
+            log.warning("metrics are not served: %s", error)
     if server is None:
         yield None
         return
-    thread = threading.Thread(target=server.run, name="metrics", daemon=True)
-    thread.start()
-    show(f"metrics for Prometheus at http://{ADDRESS}:{server.server_port}/metrics")
     try:
+        show(f"metrics for Prometheus at http://{ADDRESS}:{server.server_port}/metrics")
         yield server.server_port
     finally:
-        server.shutdown()
-        thread.join(5.0)
-        server.server_close()
+        server.stop()
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -92,6 +93,8 @@ class _Server(http.server.ThreadingHTTPServer):
 
         Handler.registry.register(collector)  # which asks it for nothing yet
         super().__init__((ADDRESS, port), Handler)
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # the base class also asks the network for the host's name
@@ -100,8 +103,22 @@ class _Server(http.server.ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a request for metrics failed", exc_info=True)  # a client that went away is no news
 
-    def run(self) -> None:
-        """Serve until `shutdown`."""
+    def start(self) -> None:
+        """Start serving. Raises: RuntimeError, with the port closed, if the system gives no more threads."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.server_close()
+            raise
+
+    def stop(self) -> None:
+        """Serve no more. In a forked child, which has no such thread to wait for: let go of the port."""
+        if os.getpid() == self._pid:
+            self.shutdown()
+            self._thread.join(5.0)
+        self.server_close()
+
+    def _run(self) -> None:
         with stages.named_thread("metrics"):
             self.serve_forever(poll_interval=0.1)
 

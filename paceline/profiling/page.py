@@ -66,15 +66,15 @@ _NAME, _ROLE, CELLS = 12, 20, 32
 # A cell.
 (
     COUNT, TOTAL, SELF, MAX, _MAX_INTERVAL, _MAX_2, _MAX_INTERVAL_2, ERRORS, RECOMPUTE_COUNT, RECOMPUTE_TOTAL,
-    DEVICE_COUNT, DEVICE_TOTAL, LAG_COUNT, LAG_TOTAL, DRAINED,
-) = range(15)  # fmt: skip
+    DEVICE_COUNT, DEVICE_TOTAL, LAG_COUNT, LAG_TOTAL, DRAINED, OUTERMOST,
+) = range(16)  # fmt: skip
 HISTOGRAM = 16
 CELL_WORDS = HISTOGRAM + NUM_BUCKETS
 BLOCK_WORDS = CELLS + MAX_STAGES * CELL_WORDS
 NUM_BYTES = WORD * (_BLOCKS + MAX_BLOCKS * BLOCK_WORDS)
 
 FREE, LIVE, ENDED = range(3)
-SINCE_BITS = 56
+SINCE_BITS = 57
 """A beacon is one word, so that it is never torn: stage number + 1 above, monotonic nanoseconds below; 0: no stage."""
 
 _RETRIES = 8
@@ -387,8 +387,9 @@ def open_page(folder: Path, stages: tuple[str, ...]) -> Page:
     folder.mkdir(parents=True, exist_ok=True)
     remove_dead_pages(folder)
     pid, started, _ = _identity(os.getpid())
-    name = f"paceline-{os.getuid()}-{pid}-{started}-{time.monotonic_ns()}.page"
     place = folder_for_pages(folder)
+    remove_leftovers(place)
+    name = f"{_name_here()}-{pid}-{started}-{time.monotonic_ns()}.page"
     try:
         page = Page(place / name, stages)
     except OSError:
@@ -439,9 +440,29 @@ def remove_dead_pages(folder: Path) -> None:
                     each.unlink(missing_ok=True)
 
 
+def remove_leftovers(place: Path) -> None:
+    """Remove pages in `place` whose processes are gone and whose run folders perhaps are too.
+
+    Only those of this user that were made in this namespace of process numbers: in another one, a number says nothing.
+    """
+    for path in place.glob(f"{_name_here()}-*.page"):
+        if not path.is_symlink() and not _is_named_after_a_live_process(path):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _name_here() -> str:
+    """How names of pages begin that this user makes where process numbers mean the same as here."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return f"paceline-{os.getuid()}-{namespace}"
+
+
 def _is_named_after_a_live_process(path: Path) -> bool:
     with contextlib.suppress(ValueError, IndexError):
-        pid, started = (int(part) for part in path.stem.split("-")[2:4])
+        pid, started = (int(part) for part in path.stem.split("-")[-3:-1])
         return started > 0 and _identity(pid)[1] == started
     return False
 
@@ -550,6 +571,7 @@ def _read_block(get: _Get, number: int, names: tuple[str, ...]) -> ThreadSnapsho
             lag_count=cell[LAG_COUNT],
             lag_ns=cell[LAG_TOTAL],
             drained=cell[DRAINED],
+            outermost=cell[OUTERMOST],
             histogram=cell[HISTOGRAM:],
         )
     return ThreadSnapshot(

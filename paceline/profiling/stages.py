@@ -158,6 +158,7 @@ class Recorder:
         if not beacon:
             words[block + layout.OUTER] = 0
             words[block + layout.TOP_TOTAL] += elapsed
+            words[cell + layout.OUTERMOST] += 1
         if self.recomputing and stage != _RECOMPUTE:
             words[cell + layout.RECOMPUTE_COUNT] += 1
             words[cell + layout.RECOMPUTE_TOTAL] += elapsed
@@ -182,7 +183,7 @@ class Recorder:
         self.batch = words[block + layout.BATCH] = number
         self.num_batches += 1
         words[block + layout.NUM_BATCHES] = self.num_batches
-        self.is_counted = self.num_batches % max(1, words[layout.SAMPLE_EVERY]) == 0
+        self.is_counted = is_sampled(self.num_batches, words[layout.SAMPLE_EVERY])
         if _times_device:
             self._next_batch_on_device()
 
@@ -192,7 +193,7 @@ class Recorder:
 
             self.clock = DeviceClock()
         self.clock.harvest(self._settle)
-        is_timed = self.num_batches % DEVICE_EVERY == 0 and bool(self.words[layout.CONTROL] & layout.IS_ON)
+        is_timed = is_sampled(self.num_batches, DEVICE_EVERY) and bool(self.words[layout.CONTROL] & layout.IS_ON)
         self.device = self.clock if is_timed else None
         if is_timed:
             self.clock.next_batch()
@@ -209,6 +210,12 @@ class Recorder:
             words[cell + layout.LAG_TOTAL] += lag_ns
             words[cell + layout.DRAINED] += is_drained
         words[block + layout.SEQUENCE] = sequence + 1
+
+
+def is_sampled(number: int, every: int) -> bool:
+    """Whether this batch is among one in `every`: evenly spread, and in no step with micro-batches, of which every k-th
+    makes an update (multiples of the golden ratio)."""
+    return every <= 1 or (number * 2_654_435_769 & 0xFFFF_FFFF) * every < 1 << 32
 
 
 class Stage:

@@ -43,6 +43,7 @@ class ProfileStats:
         device_count, device_ns: Runs whose time on the device was measured, and that time.
         lag_count, lag_ns, drained: Runs whose run-ahead lag was measured, its sum (from when the host had launched the
             stage to when the device had finished it), and runs that found the device without work.
+        outermost: Runs that were in no other stage.
         histogram: Runs a bucket, `NUM_BUCKETS`.
     """
 
@@ -58,6 +59,7 @@ class ProfileStats:
     lag_count: int = 0
     lag_ns: int = 0
     drained: int = 0
+    outermost: int = 0
     histogram: Sequence[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
 
     def add(self, ns: int, self_ns: int | None = None) -> None:
@@ -99,7 +101,7 @@ class ProfileStats:
 
 
 _SUMS = ("count", "total_ns", "self_ns", "errors", "recompute_count", "recompute_ns", "device_count", "device_ns",
-         "lag_count", "lag_ns", "drained")  # fmt: skip
+         "lag_count", "lag_ns", "drained", "outermost")  # fmt: skip
 
 
 def _combine(a: ProfileStats, b: ProfileStats, sign: int, max_ns: int | None) -> ProfileStats:

@@ -112,16 +112,21 @@ class Verdict:
     reason: str
 
     def line(self) -> str:
-        """The verdict with its evidence."""
-        return f"{self.kind}: {self.reason}"
+        """The verdict with its evidence, and what each side could do by itself."""
+        if self.kind in ("undecided", "in turn"):
+            return f"{self.kind}: {self.reason}"
+        able = f"the targets could make {self.target_per_s:.3g} batches a second, the drafter take"
+        return f"{self.kind}: {self.reason} ({able} {self.drafter_per_s:.3g})"
 
     def brief(self) -> str:
         """A few words for a line of progress."""
-        return self.kind if self.gain is None else f"{self.kind} {self.gain.value:.2f}x"
+        if self.gain is None:
+            return self.kind
+        return f"{self.kind} {self.gain.value:.2f}x [{self.gain.low:.2f}-{self.gain.high:.2f}]"
 
     def record(self) -> dict[str, Any]:
         """For JSON; all figures are finite."""
-        return asdict(self)
+        return {**asdict(self), "line": self.line()}
 
 
 def judge(

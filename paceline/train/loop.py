@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,8 +182,8 @@ class TrainLoop:
         self._totals = StepSums()
         self._launched: deque[_Launched] = deque()
         self._settled_at = 0.0
-        self._recorded_at = 0.0
         self._num_tokens = self._num_batches = 0
+        self._stream: FeatureStream | None = None
         self._windows: list[Window] = []
         self._has_merged = False
         self._judged_at = 0.0
@@ -249,7 +249,8 @@ class TrainLoop:
 
     def _consume(self, stream: FeatureStream, metrics: MetricsLog) -> str:
         sums, rows = StepSums(), list[int]()
-        self._settled_at = self._recorded_at = time.perf_counter()
+        left_over = StepSums()  # of batches that no step was made of: their time and waits are in the next line's
+        self._settled_at, self._stream = time.perf_counter(), stream
         for features in stream:
             self.between()
             if (reason := self.should_stop()) is not None:
@@ -267,8 +268,11 @@ class TrainLoop:
             if sums.num_rows == 0:  # no step number is used up
                 self.next_batch = number + 1
                 self.skipped_batches += sums.batches
+                left_over += replace(sums, tokens=0, blocks=0)
                 log.warning("batches up to %d hold nothing to learn; no step is made of them", number)
             else:
+                sums += left_over
+                left_over = StepSums()
                 self._finish_step(sums, number, rows, stream.num_ready(), metrics)
             sums, rows = StepSums(), []
             if self.step >= self.resolved.total_steps:
@@ -337,7 +341,7 @@ class TrainLoop:
         )
 
     def _line(self, launched: _Launched, result: StepResult) -> dict[str, Any]:
-        """A line of ``metrics.jsonl``: `tok_per_s` is of training alone, `seconds` all that passed since the last."""
+        """A line of ``metrics.jsonl``; its times leave out what was measured and saved since the last."""
         sums, now = launched.sums, time.perf_counter()
         line = {
             "step": launched.step,
@@ -353,9 +357,8 @@ class TrainLoop:
             "get_wait_s": sums.get_wait_s,
             "ready_wait_s": sums.ready_wait_s,
             "batches": sums.batches,
-            "seconds": now - self._recorded_at,
+            "seconds": now - self._settled_at,
         }
-        self._recorded_at = now
         self._windows += verdict.windows_of([line])
         self._num_tokens += sums.tokens
         self._num_batches += sums.batches
@@ -382,11 +385,19 @@ class TrainLoop:
             place = self._save()
             if improved:
                 checkpoint.point(self.run_folder.checkpoints, "best", place)
+        if "validation_acceptance_length" in line or self._saved_step == step:
+            self._totals += self._waits()  # in a pause the targets wait for nothing that says who is slower
         with stages.LOG:
             if time.perf_counter() - self._judged_at > JUDGE_EVERY_S:
                 self.progress.judged(self._judge())
             self.progress.step(line, self.resolved.total_steps)
         self._settled_at = time.perf_counter()
+
+    def _waits(self) -> StepSums:
+        """What was waited since the last step's were taken."""
+        assert self._stream is not None
+        put_s, get_s, ready_s = self._stream.take_waits()
+        return StepSums(put_wait_s=put_s, get_wait_s=get_s, ready_wait_s=ready_s)
 
     def _judge(self) -> Verdict:
         """What limits the pipeline, from the steps of this process so far."""

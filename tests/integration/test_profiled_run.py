@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.errors import PipelineError
 from paceline.profiling import stages
 from paceline.profiling.live import STAGES_FILE
 from paceline.profiling.page import CONTROL, SHARED_MEMORY, Control, Snapshot, pages_in, read_page, write_word
-from paceline.train.loop import TrainReport
+from paceline.train.loop import TrainLoop, TrainReport
 from paceline.train.step import TrainStep
 from tests.integration.test_training import same_training
 from tests.toy import Toy, Watch
@@ -33,7 +34,7 @@ class Listener(Watch):
         super().__init__(at_step)
         self.said: list[str] = []
 
-    def phase(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self.said.append(text)
 
     @property
@@ -192,3 +193,20 @@ def test_a_run_whose_records_cannot_be_written_trains_on(
     assert report.ending == "finished" and same_training(listener.lines) == same_training(plain)
     warnings = [record.getMessage() for record in caplog.records if "profiling" in record.getMessage()]
     assert len(warnings) == 1 and "stages.jsonl cannot be written" in warnings[0] and len(listener.tables) == 1
+
+
+def test_a_pause_is_no_wait_of_the_targets(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What targets wait while the drafter validates or saves counts in the report and in no step's line, whose seconds
+    leave the pause out as well."""
+    original = TrainLoop._measure
+
+    def slow(self: TrainLoop, *args: Any) -> bool:
+        time.sleep(0.5)
+        return original(self, *args)
+
+    monkeypatch.setattr(TrainLoop, "_measure", slow)
+    report, listener = run(toy, tmp_path, "pipeline.queue_depth=1", "eval.validate_every=2")
+    in_lines = sum(line["put_wait_s"] for line in listener.lines)
+    num_pauses = sum("validation_acceptance_length" in line for line in listener.lines)
+    assert num_pauses >= 2 and report.put_wait_s > in_lines + 0.4 * (num_pauses - 1)
+    assert sum(line["seconds"] for line in listener.lines) < report.seconds - 0.5 * num_pauses

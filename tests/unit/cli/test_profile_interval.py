@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import typer
-import yaml
 from typer.testing import CliRunner
 
 from paceline.cli import train
-from paceline.cli.train import PROFILE_VARIABLE, with_profile_interval
+from paceline.cli.train import PROFILE_VARIABLE, profile_interval_of
 from paceline.config import RunConfig, dump_config, load_config
 from paceline.errors import ConfigError
 from tests.toy import Toy
@@ -47,10 +47,10 @@ def config(interval: float = 0.0) -> RunConfig:
 def test_the_flag_beats_the_variable_and_that_the_run_file(
     flag: str | None, variable: str | None, interval: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0 is off wherever it is said, an empty variable says nothing, and nothing else of the configuration changes."""
+    """0 is off wherever it is said, and an empty variable says nothing."""
     if variable is not None:
         monkeypatch.setenv(PROFILE_VARIABLE, variable)
-    assert with_profile_interval(config(30.0), flag) == config(interval)
+    assert profile_interval_of(config(30.0), flag) == interval
 
 
 @pytest.mark.parametrize("bad", ["ten", "-1", "nan", "inf", "86401", "1,5", " ", "5s"])
@@ -61,7 +61,7 @@ def test_a_bad_value_names_where_it_came_from(bad: str, is_flag: bool, monkeypat
         monkeypatch.setenv(PROFILE_VARIABLE, bad)
     name = "--profile-interval" if is_flag else PROFILE_VARIABLE
     with pytest.raises(ConfigError) as caught:
-        with_profile_interval(config(), bad if is_flag else None)
+        profile_interval_of(config(), bad if is_flag else None)
     assert str(caught.value) == f"{name}={bad!r}: a number of seconds from 0 (off) to 86400 was wanted"
 
 
@@ -78,9 +78,11 @@ def test_the_command_takes_the_flag_and_the_variable(toy: Toy, tmp_path: Path, m
     monkeypatch.setenv(PROFILE_VARIABLE, "12")
 
     def interval(*options: str) -> float:
-        result = CliRunner().invoke(app, ["train", str(run_file), "--dry-run", *options])
+        result = CliRunner().invoke(app, ["train", str(run_file), "--dry-run", "--json", *options])
         assert result.exit_code == 0, result.output
-        return yaml.safe_load(result.stdout)["profiling"]["interval"]
+        content = json.loads(result.stdout)
+        assert content["config"]["profiling"]["interval"] == 0.0  # what is kept is the run file's
+        return content["plan"]["profile_interval_s"]
 
     assert (interval(), interval("--profile-interval", "3")) == (12.0, 3.0)
     assert interval("--profile-interval", "0") == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,3 +270,44 @@ def test_a_server_that_was_never_started_leaves_nothing(tmp_path: Path) -> None:
     server = ControlSocket(tmp_path / "control.sock", VERBS)
     server.stop()
     assert os.listdir(tmp_path) == []
+
+
+def test_where_no_thread_is_to_be_had_there_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on without a socket, whose file is gone and whose listener is closed."""
+    made: list[ControlSocket] = []
+
+    class Kept(ControlSocket):
+        def start(self) -> None:
+            made.append(self)
+            super().start()
+
+    def refuse_thread(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(control, "ControlSocket", Kept)
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+    place = tmp_path / "control.sock"
+    with serving(place, VERBS):
+        assert not place.exists() and made[0]._listener.fileno() == -1
+    [record] = caplog.records
+    assert record.getMessage() == f"there is no control socket: {place} cannot be served: can't start new thread"
+
+
+def test_a_forked_child_that_ends_leaves_the_socket_alone(tmp_path: Path) -> None:
+    """It leaves at once, and who made the socket still answers there."""
+    place = tmp_path / "control.sock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(serving(place, VERBS))
+        child = os.fork()
+        if child == 0:
+            try:
+                begun = time.monotonic()
+                stack.close()
+                os._exit(time.monotonic() - begun > 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert ask(place, "echo", x=1) == {"heard": {"x": 1}}
+    assert not place.exists()

@@ -272,10 +272,11 @@ def test_shares_are_of_all_batches_though_one_in_k_is_counted(clock: Clock, cuts
 def test_a_batch_that_was_counted_by_chance_takes_no_more_than_all(clock: Clock, cuts: Cuts) -> None:
     """Scaled up, one long batch among short ones would take more time than there was; no share exceeds 100 %."""
     cuts.page.words[layout.SAMPLE_EVERY] = 4
-    for number in range(5):
+    counted = next(number for number in range(1, 6) if stages.is_sampled(number, 4))
+    for number in range(1, 6):
         stages.next_batch(number)
         with stages.FORWARD:
-            clock.pass_s(7 if number == 3 else 1)
+            clock.pass_s(7 if number == counted else 1)
     found = only(cuts.next())
     assert found.seconds_in("forward") == found.covered_s == found.wall_s and found.other_s == 0
 
@@ -432,3 +433,17 @@ def test_an_interval_of_nothing(page: Page) -> None:
     interval = cuts.next()
     assert interval.threads == [] and interval.records() == [] and len(interval.table().splitlines()) == 2
     assert page.snapshot().total("forward") == ProfileStats(max_ns=None)
+
+
+def test_a_stage_is_indented_where_all_its_runs_were_in_others(clock: Clock, cuts: Cuts) -> None:
+    """The drafter sends arrays by itself, and in validation runs the target's stages: only the latter are inside."""
+    with as_role("drafter-0"):
+        with stages.H2D_SYNC:
+            clock.pass_s(1)
+        with stages.VALIDATE, stages.MODEL_FORWARD:
+            clock.pass_s(3)
+        with stages.VALIDATE, stages.H2D_SYNC:
+            clock.pass_s(1)
+    found = only(cuts.next())
+    inside = {name for name in ("h2d_sync", "validate", "model_forward") if found.is_inside(name)}
+    assert inside == {"model_forward"} and found.covered_s == found.wall_s == 5

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import socket
 import sys
 import threading
@@ -258,6 +261,43 @@ def test_a_missing_package_is_a_warning(
     assert "pip install 'paceline[metrics]'" in record.getMessage()
 
 
+def test_where_no_thread_is_to_be_had_there_is_one_warning(
+    page: Page, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on without metrics, and the port is free again."""
+
+    def refuse_thread(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_thread)
+        with serving_metrics(page.snapshot, number, pytest.fail) as port:
+            assert port is None
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", number), timeout=5)
+    assert [record.getMessage() for record in caplog.records] == ["metrics are not served: can't start new thread"]
+
+
+def test_a_forked_child_that_ends_leaves_the_endpoint_alone(page: Page) -> None:
+    """It waits for no thread, as it has none, and the process that serves goes on."""
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(serving_metrics(page.snapshot, 0, ignore))
+        assert port is not None
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(20)  # ends it, should it wait
+                stack.close()
+                os._exit(0)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        scrape(port)
+
+
 def test_without_a_port_nothing_happens(page: Page) -> None:
     """None is the default: no thread, no socket."""
     before = threading.active_count()
@@ -286,7 +326,7 @@ def test_a_run_is_scraped_while_it_trains(toy: Toy, tmp_path: Path) -> None:
     class Scraping(Watch):
         port = 0
 
-        def phase(self, text: str) -> None:
+        def show(self, text: str) -> None:
             if "metrics for Prometheus" in text:
                 self.port = int(text.rpartition(":")[2].removesuffix("/metrics"))
 

@@ -427,3 +427,23 @@ def test_a_page_has_room_for_so_many_stages(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="41 stages; a page has room for 40"):
         Page(tmp_path / "p", tuple(f"s{i}" for i in range(41)))
     assert not (tmp_path / "p").exists()
+
+
+def test_pages_of_killed_processes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new page removes those in memory whose processes are gone, of any run, and leaves all others."""
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(layout, "SHARED_MEMORY", memory)
+    here = layout._name_here()
+    started = layout._identity(os.getpid())[1]
+    dead = memory / f"{here}-{os.getpid()}-{started + 1}-7.page"  # the number came again
+    others = [
+        memory / f"{here}-{os.getpid()}-{started}-7.page",
+        memory / f"paceline-{os.getuid()}-1-{os.getpid()}-{started + 1}-7.page",  # another namespace
+        memory / f"paceline-{os.getuid() + 1}-{here.rpartition('-')[2]}-1-1-7.page",  # another user
+    ]
+    for path in (dead, *others):
+        path.touch()
+    page = layout.open_page(tmp_path / "run" / "profile", ("a",))
+    assert not dead.exists() and all(path.exists() for path in (*others, page.path))
+    layout.close_page(page, tmp_path / "run" / "profile")

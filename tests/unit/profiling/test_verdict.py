@@ -492,7 +492,7 @@ def test_taking_turns_gains_what_the_shorter_side_takes(share: float, gain: floa
     assert found.gain.low <= found.gain.value <= found.gain.high <= 2.0
     assert found.target_per_s == pytest.approx(4.0 / share, rel=0.02)
     assert found.drafter_per_s == pytest.approx(4.0 / (1.0 - share), rel=0.02)
-    assert found.brief() == f"in turn {found.gain.value:.2f}x"
+    assert found.brief().startswith(f"in turn {found.gain.value:.2f}x [")
     assert f"{100 * found.get_wait_frac.value:.0f} %" in found.reason
 
 
@@ -511,8 +511,10 @@ def test_the_line_gives_share_interval_and_gain() -> None:
     found = judge(steady(0.16), targets=1, queue_depth=4)
     assert found.line() == (
         "producer-bound: the drafter waits 16 % [16-16] of the time for features; with faster targets 1.19x [1.19-1.19]"
+        " (the targets could make 4 batches a second, the drafter take 4.76)"
     )
-    assert found.brief() == "producer-bound 1.19x"
+    assert found.brief() == "producer-bound 1.19x [1.19-1.19]"
+    assert found.record()["line"] == found.line()
 
 
 def test_the_record_survives_json() -> None:
