@@ -95,10 +95,8 @@ class Reporter:
 
     def _look_safely(self, is_last: bool = False) -> None:
         if self._has_failed:
-            if Control.of(
-                self._page.words[layout.CONTROL]
-            ).is_on:  # whoever switches it on again shall see that it is off
-                self.switch(False, 0.0)
+            if Control.of(self._page.words[layout.CONTROL]).is_on:
+                self.switch(False, 0.0)  # whoever switched it on again sees that it is off
             return
         try:
             self._look(is_last)

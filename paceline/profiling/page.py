@@ -54,6 +54,7 @@ it does not), targets that wait in put, how many targets there are, and the upda
 
 CHANGED = 63
 """When the control word was changed, monotonic nanoseconds: a stage that was open then is not counted."""
+_GAUGE = {name: GAUGES + number for number, name in enumerate(GAUGE_NAMES)}
 _STAGES = 64
 _BLOCKS = _STAGES + MAX_STAGES * STAGE_BYTES // WORD
 
@@ -183,7 +184,7 @@ class Page:
 
     def set_gauge(self, name: str, value: int) -> None:
         """Write a gauge; each has one writer at a time."""
-        self.words[GAUGES + GAUGE_NAMES.index(name)] = value
+        self.words[_GAUGE[name]] = value
 
     def snapshot(self) -> Snapshot:
         """What stands in it now."""

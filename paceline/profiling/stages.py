@@ -149,7 +149,7 @@ class Recorder:
     def _count(self, stage: int, elapsed: int, self_ns: int, beacon: int, failed: bool) -> None:
         words, block = self.words, self.block
         cell = block + _CELLS + stage * _CELL_WORDS
-        bits = elapsed.bit_length()
+        bits = elapsed.bit_length()  # `stats.bucket_of`, without a call
         bucket = (bits - 11) * 8 + (elapsed >> (bits - 4) & 7) if bits > 10 else 0
         # no call from here on: a thread that has to give up the interpreter does so in a call
         sequence = words[block + layout.SEQUENCE] | 1  # odd: a reader takes no copy now
@@ -353,14 +353,14 @@ def set_gauge(name: str, value: int) -> None:
     """Show a number on the page, counted or not."""
     page = _page
     if page is not None:
-        page.words[layout.GAUGES + _GAUGE[name]] = value
-
-
-_GAUGE = {name: number for number, name in enumerate(layout.GAUGE_NAMES)}
+        page.set_gauge(name, value)
 
 
 class TimedQueue:
-    """A `queue.Queue` whose waits are stages: only time blocked counts, a call that need not wait costs no clock."""
+    """A `queue.Queue` whose waits are stages: only time blocked counts, a call that need not wait costs no clock.
+
+    For queues of one's own; the pipeline's channel, whose rules for waiting are its own, enters the stages itself.
+    """
 
     def __init__(self, inner: queue.Queue[Any], put_wait: Stage = PUT_WAIT, get_wait: Stage = GET_WAIT) -> None:
         self._inner, self._put_wait, self._get_wait = inner, put_wait, get_wait
