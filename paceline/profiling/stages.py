@@ -1,4 +1,4 @@
-"""Stages: what a thread is doing, by name, for how long. Tiny, and anybody may import it.
+"""Stages: what a thread is doing, by name, for how long. Anybody may import it.
 
     with stages.FORWARD:
         ...
@@ -323,12 +323,8 @@ class as_role:
 def next_batch(number: int) -> None:
     """The thread begins work on this batch, in its role."""
     page = _page
-    if page is not None:
-        recorder = _here.recorder
-        if recorder is None or recorder.page is not page:
-            recorder = _join(page)
-        if recorder is not None:
-            recorder.next_batch(number)
+    if page is not None and (recorder := _join(page)) is not None:
+        recorder.next_batch(number)
 
 
 def synchronised(event: Any) -> None:
