@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.config import Profiling, RunConfig
 from paceline.control.socket import ControlError, Verb, serving
-from paceline.profiling import stages
+from paceline.profiling import inside, stages
 from paceline.profiling.live import Reporter
 from paceline.profiling.metrics_endpoint import serving_metrics
 from paceline.profiling.page import Page
@@ -90,7 +90,21 @@ def _verbs(page: Page, reporter: Reporter, window: TorchWindow) -> dict[str, Ver
         except RuntimeError as error:
             raise ControlError(str(error)) from error
 
-    return {"status": status, "profile_on": profile_on, "profile_off": profile_off, "torch": torch}
+    def frames(request: dict[str, Any]) -> dict[str, Any]:
+        seconds = request.get("seconds", 5.0)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise ControlError(f"seconds={seconds!r:.80}: a number was wanted")
+        return inside.sample_frames(float(seconds))
+
+    return {
+        "status": status,
+        "profile_on": profile_on,
+        "profile_off": profile_off,
+        "torch": torch,
+        "allocator": lambda _request: inside.allocator_counters(),
+        "collectives": lambda _request: inside.collectives(),
+        "frames": frames,
+    }
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`paceline profile`: switch a live run's profile on and off, and take traces of it, from outside.
+"""`paceline profile`: switch a live run's profile on and off, and take traces of it, from outside; look at any process.
 
 `on`, `off` and `trace` write a word of the process's page: no signal, no restart, nothing that the process has to
 answer. They take effect at each thread's next stage boundary, whatever its main thread is at.
@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli import attach
 from paceline.cli.observe import CONTROL_SOCKET, PROFILE_FOLDER
 from paceline.cli.run_state import LivePage, need_live_pages, open_run, process_state, quoted
 from paceline.config import Profiling
@@ -39,7 +40,12 @@ REFUSAL_S = 0.5
 
 SMALLEST_INTERVAL_S = 0.1
 
-app = typer.Typer(help="Switch a live run's profile on and off, and take traces of it.", no_args_is_help=True)
+app = typer.Typer(
+    help="Say what a running process is doing; switch a live run's profile on and off, and take traces of it.",
+    no_args_is_help=True,
+)
+for verb in (attach.attach, attach.report, attach.diff):
+    app.command()(verb)
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 SocketOption = Annotated[

@@ -68,7 +68,7 @@ class OrderedChannel:
         self._batches_per_step = batches_per_step
         self._putting: dict[int, float] = {}  # threads that wait in `put`, and since when they are to be counted
         self._put_wait_s = self._get_wait_s = self._ready_wait_s = 0.0
-        self._total_put_s = self._total_get_s = 0.0
+        self._total_put_s = self._total_get_s = self._total_ready_s = 0.0
         stages.set_gauge("queue_depth", queue_depth)
         stages.set_gauge("queue", 0)
 
@@ -177,8 +177,10 @@ class OrderedChannel:
             self._get_wait_s += now - waited
             self._total_get_s += now - waited
             self._ready_wait_s += (now - waited) * has_step
+            self._total_ready_s += (now - waited) * has_step
         stages.set_gauge("getting_since_ns", 0)
         stages.set_gauge("get_wait_ns", int(1e9 * self._total_get_s))
+        stages.set_gauge("ready_wait_ns", int(1e9 * self._total_ready_s))
 
     def _fits(self, number: int, num_bytes: int) -> bool:
         if number == self._next:

@@ -30,13 +30,14 @@ Settle = Callable[[int, int, int | None, bool], None]
 class Pair:
     """Two events around a stage."""
 
-    __slots__ = ("begin", "end", "host_ns", "stage")
+    __slots__ = ("begin", "busy_ns", "end", "host_ns", "stage")
 
     def __init__(self) -> None:
         self.begin = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
         self.stage = 0
         self.host_ns = 0
+        self.busy_ns = 0  # the host's clock when the device was last seen not to have finished it
 
 
 class DeviceClock:
@@ -86,6 +87,7 @@ class DeviceClock:
     def _begin(self) -> Pair | None:
         if self._has_failed or len(self._pending) >= MAX_PENDING or torch.cuda.is_current_stream_capturing():
             return None
+        self._look()
         pair = self._pool.pop() if self._pool else Pair()
         is_idle = self._last_is_of_this_batch and self._last is not None and self._last.end.query()
         pair.begin.record()
@@ -97,7 +99,7 @@ class DeviceClock:
         if torch.cuda.is_current_stream_capturing():
             return
         pair.end.record()
-        pair.host_ns, pair.stage = time.monotonic_ns(), stage
+        pair.host_ns, pair.stage, pair.busy_ns = time.monotonic_ns(), stage, 0
         self._pending.append(pair)
         self._last, self._last_is_of_this_batch = pair, True
 
@@ -105,7 +107,19 @@ class DeviceClock:
         """The host has just waited for this (timed) event: that ties the device's clock to the host's as well."""
         self._anchor = event, time.monotonic_ns()
 
+    def _look(self) -> None:
+        """Note which pairs the device has not finished: a floor of their lag, where no wait ties the two clocks.
+
+        A host that fills the launch queue is held up in launching, never waits for an event, and would look unknown.
+        """
+        now = time.monotonic_ns()
+        for pair in reversed(self._pending):
+            if pair.end.query():
+                break  # the device goes by their order: those before it are done too
+            pair.busy_ns = now
+
     def _harvest(self, settle: Settle) -> None:
+        self._look()
         while self._pending and self._pending[0].end.query():
             pair = self._pending.popleft()
             device_ns = int(1e6 * pair.begin.elapsed_time(pair.end))
@@ -113,7 +127,10 @@ class DeviceClock:
             if self._anchor is not None and self._anchor[0].query():
                 event, host_ns = self._anchor
                 lag_ns = max(0, host_ns + int(1e6 * event.elapsed_time(pair.end)) - pair.host_ns)
-            is_drained = lag_ns is not None and lag_ns < max(DRAINED_NS, DRAINED_FRAC * device_ns)
+            least = max(DRAINED_NS, DRAINED_FRAC * device_ns)
+            if lag_ns is None and pair.busy_ns - pair.host_ns > least:
+                lag_ns = pair.busy_ns - pair.host_ns
+            is_drained = lag_ns is not None and lag_ns < least
             settle(pair.stage, device_ns, lag_ns, is_drained)
             if pair is not self._last and (self._anchor is None or self._anchor[0] is not pair.begin):
                 self._pool.append(pair)

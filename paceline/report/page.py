@@ -132,13 +132,14 @@ def duration(seconds: object) -> str:
 # Text
 
 
-def page(title: str, lead: object, *sections: object) -> str:
+def page(title: str, lead: object, *sections: object, style: str = "") -> str:
     """The whole file.
 
     Args:
         title: The one first-level heading, and the window's title.
         lead: What the page says, in a sentence or two.
         sections: In reading order.
+        style: Rules of this page alone, from our code.
     """
     head = tag(
         "head",
@@ -149,7 +150,7 @@ def page(title: str, lead: object, *sections: object) -> str:
         tag("meta", name="referrer", content="no-referrer"),
         tag("link", rel="icon", href="data:,"),
         tag("title", title),
-        tag("style", Html(STYLE)),
+        tag("style", Html(STYLE + style)),
     )
     header = tag("header", tag("h1", title), tag("p", lead, class_="lead") if lead else Html())
     return "<!doctype html>\n" + tag("html", head, tag("body", tag("main", header, *sections)), lang="en") + "\n"
