@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -72,8 +71,8 @@ CASES = {
         Case("healthy", causes=("launch-overhead",)),
         Case("gpu-bound", causes=("gpu-bound",), size="large"),
         Case("item-per-layer", "item", ("explicit-sync",), size="large", gain_of="explicit-sync"),
-        Case("empty-cache", "empty-cache", ("allocator-churn",), gain_of="allocator-churn"),
-        Case("gil-hog", "gil-hog", ("gil",), gain_of="gil"),
+        Case("empty-cache", "empty-cache", ("allocator-churn",), size="large", gain_of="allocator-churn"),
+        Case("gil-hog", "gil-hog", ("gil",), size="large", gain_of="gil"),
         Case("one-core", "one-core", ("cpu-starvation",), layout="split", gain_of="cpu-starvation"),
         Case("slow-target", "slow-target", ("sleep",), "producer-bound", layout="split", gain_of="side"),
         Case("slow-drafter", "slow-drafter", ("sleep",), "consumer-bound", layout="split", gain_of="side"),
@@ -88,6 +87,8 @@ def train_with_fault(config: list[str], fault: str, switch: Path) -> None:
     from paceline.cli.main import main
 
     plant(fault, switch)
+    while not switch.with_suffix(".go").exists():
+        time.sleep(0.05)
     sys.argv = ["paceline", "train", *config]
     main()
 
@@ -228,24 +229,29 @@ def settings(case: Case, work: Path, target: Path, device: str) -> list[str]:
     ]
 
 
-def run_case(case: Case, work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Train with the fault, look, remove it, and measure."""
-    on_gpu = options.device.startswith("cuda")
-    target = make_target(work, case.size, on_gpu)
+def start(case: Case, work: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """Start the run; it waits for its turn once everything is imported."""
+    target = make_target(work, case.size, options.device.startswith("cuda"))
     if not (work / "data").exists():
         paceline("prepare", SAMPLES, "--tokenizer", target, "--out", work / "data", "--max-length", 512)
-    switch = work / f"{case.name}.fault"
+    switch, run_file = work / f"{case.name}.fault", work / "run.yaml"
     switch.touch()
-    run_file = work / "run.yaml"
     run_file.write_text("{}\n", encoding="utf-8")
     arguments = ["--child", case.fault, str(switch), str(run_file), *settings(case, work, target, options.device)]
-    log = work / f"{case.name}.log"
-    with open(log, "w", encoding="utf-8") as output:
-        process = subprocess.Popen(
+    with open(work / f"{case.name}.log", "w", encoding="utf-8") as output:
+        return subprocess.Popen(
             [sys.executable, "-m", "benchmarks.faults", *arguments], stdout=output, stderr=subprocess.STDOUT
         )
+
+
+def run_case(
+    case: Case, work: Path, options: argparse.Namespace, started: subprocess.Popen[bytes] | None = None
+) -> dict[str, Any]:
+    """Train with the fault, look, remove it, and measure."""
+    process = started or start(case, work, options)
+    switch, log, run = work / f"{case.name}.fault", work / f"{case.name}.log", work / case.name
+    (work / f"{case.name}.go").touch()
     try:
-        run = work / case.name
         wait_for_steps(run, process, log)
         undisturbed = rate(run, options.seconds)
         record, took_s = attach(str(run), work / f"{case.name}.json", options)
@@ -254,9 +260,6 @@ def run_case(case: Case, work: Path, options: argparse.Namespace) -> dict[str, A
         time.sleep(2.0)
         after = rate(run, options.seconds)
     finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
         process.kill()
         process.wait()
     if options.keep is not None:
@@ -427,6 +430,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--native-seconds", type=float, default=28.0)
     parser.add_argument("--budget", type=float, default=0.03)
+    parser.add_argument("--at-once", action="store_true", help="load all runs beforehand: saves time, takes memory")
     parser.add_argument("--keep", type=Path, help="folder for the reports")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -441,10 +445,13 @@ def main() -> None:
         "cases": {}, "programs": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        started = {name: start(CASES[name], Path(folder), options) for name in options.cases if options.at_once}
         for kind, name in _order(options):
             try:
-                found = (run_case(CASES[name], Path(folder), options) if kind == "cases"
-                         else run_program(name, Path(folder), options))  # fmt: skip
+                if kind == "cases":
+                    found = run_case(CASES[name], Path(folder), options, started.get(name))
+                else:
+                    found = run_program(name, Path(folder), options)
             except Exception as error:  # the others still count
                 found = {"error": f"{type(error).__name__}: {error}"[-3000:]}
             results[kind][name] = found

@@ -9,7 +9,8 @@ interval is past a threshold; until then it says nothing, and a longer look or a
 - *undecided*: everything else, with the next measurement.
 
 A cause may hide behind its own effects: a thread without a CPU also launches late, so that the GPU runs dry.
-`Cause.explains` names such effects; of two supported causes the deeper one is the verdict's.
+`Cause.explains` names such effects; of two supported causes the deeper one is the verdict's. And some hypotheses are no
+faults but what sound programs are bound by (`Cause.is_state`): they are the verdict where no fault costs anything.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ TIE = 0.5
 
 NARROW = 0.02
 """An interval of plus or minus this is decided by its middle: a share right on a threshold would never be."""
+
+FELT = 1.03
+"""A gain below this is no reason to call something the cause."""
 
 MAX_GAIN = 100.0
 """Of a cause that takes all of the time."""
@@ -69,6 +73,7 @@ class Cause:
         gain: Observations with the share of the critical thread's time that would go with the cause, best first.
         explains: Ids of causes that are its effects where both are supported.
         is_side: It is about a side of the pipeline, which the verdict names by itself.
+        is_state: It is no fault: something is the limit in every program.
     """
 
     id: str
@@ -78,6 +83,7 @@ class Cause:
     gain: tuple[str, ...] = ()
     explains: tuple[str, ...] = ()
     is_side: bool = False
+    is_state: bool = False
 
 
 _ON_GPU = Clue("process.cuda", "the process uses a GPU", refutes="< 0.5", points=2, veto=True)
@@ -100,6 +106,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         ("launch", "launches", "launching", "dispatch", "overhead", "cpu-bound"),
         gain=("critical.launching",),
+        is_state=True,
     ),
     Cause(
         "gil",
@@ -118,13 +125,14 @@ CAUSES: tuple[Cause, ...] = (
         "gpu-bound",
         "GPU-bound: the GPU always has work, the CPU waits for it",
         (
-            Clue("drained", _DRAINED, "< 0.1", "> 0.7", 2, must=True, veto=True),
-            Clue("critical.device_wait", "waits for the GPU or its launch queue", "> 0.5", "< 0.1", 2, must=True),
+            Clue("drained", _DRAINED, "< 0.2", "> 0.7", 2, must=True, veto=True),
+            Clue("critical.device_wait", "waits for the GPU or its launch queue", "> 0.3", "< 0.05", 2, must=True),
             Clue("gpu.utilisation", _UTILISATION, "> 0.9", "< 0.5", 1, veto=True),
             _ON_GPU,
         ),
         ("gpu", "device", "kernels", "compute-bound"),
         explains=("clock-cap",),
+        is_state=True,
     ),
     Cause(
         "explicit-sync",
@@ -186,6 +194,7 @@ CAUSES: tuple[Cause, ...] = (
         "the loss over the vocabulary takes more than its share",
         (Clue("stage.chunked_loss", "the stage chunked_loss", "> 0.4", "< 0.3", 2, must=True, veto=True),),
         ("loss", "vocabulary", "lm_head"),
+        is_state=True,
     ),
     Cause(
         "cpu-starvation",
@@ -253,6 +262,7 @@ CAUSES: tuple[Cause, ...] = (
             Clue("process.cuda", "the process uses a GPU", "", "> 0.5", 1.5),
         ),
         ("compute", "matmul", "math", "flops"),
+        is_state=True,
     ),
     Cause(
         "python",
@@ -262,6 +272,7 @@ CAUSES: tuple[Cause, ...] = (
             Clue("critical.cpu", "the thread is on a CPU", "> 0.5", "< 0.2", 0.5),
         ),
         ("python",),
+        is_state=True,
         explains=("launch-overhead",),
     ),
     Cause(
@@ -470,7 +481,11 @@ def _is_past(figure: Figure, comparison: str) -> bool:
 
 def _next_for(pairs: Sequence[tuple[Clue, Evidence]], seconds: float) -> tuple[str, float]:
     """What would decide it: a level that is missing, or a longer look, for its weightiest open clue."""
-    open_ = [(clue, each) for clue, each in pairs if each.effect in ("missing", "neither") and (clue.must or clue.veto)]
+    open_ = [
+        (clue, each)
+        for clue, each in pairs
+        if (each.effect == "missing" and (clue.must or clue.veto)) or (each.effect == "neither" and clue.must)
+    ]
     for clue, each in sorted(open_, key=lambda pair: (-pair[0].points, pair[1].effect == "neither")):
         if each.figure is None:
             for pattern, what, takes in _PROVIDERS:
@@ -519,19 +534,27 @@ def _leaders(supported: list[Hypothesis]) -> list[Hypothesis]:
         if other.id in BY_ID[each.id].explains and each.id not in BY_ID[other.id].explains and _is_enough(each, other)
     }
     roots = [each for each in supported if each.id not in effects] or supported
-    return sorted(roots, key=lambda each: (-each.score, -(each.gain.value if each.gain else 0.0)))
+    return sorted(roots, key=lambda each: (not _costs(each), -each.score, -(each.gain.value if each.gain else 0.0)))
+
+
+def _costs(hypothesis: Hypothesis) -> bool:
+    """Whether it is a fault that takes time; without one, a state is the verdict."""
+    is_felt = hypothesis.gain is None or hypothesis.gain.value >= FELT
+    return is_felt and not BY_ID[hypothesis.id].is_state
 
 
 def _is_enough(cause: Hypothesis, effect: Hypothesis) -> bool:
     """Whether a cause is large enough to be all of its effect's reason."""
+    if BY_ID[effect.id].is_state:
+        return _costs(cause)
     return cause.gain is None or effect.gain is None or cause.gain.high >= effect.gain.low
 
 
 def _is_settled(first: Hypothesis, other: Hypothesis) -> bool:
     """Whether the first one's gain is clearly the larger, so that points need not decide."""
-    if first.gain is None or other.gain is None:
-        return {first.id, other.id} == {"gpu-bound", "clock-cap"}  # the second is a property of the first
-    return first.gain.low > other.gain.high
+    if _costs(first) != _costs(other):
+        return True
+    return first.gain is not None and other.gain is not None and first.gain.low > other.gain.high
 
 
 def _splitting(first: Hypothesis, second: Hypothesis) -> tuple[str, float]:

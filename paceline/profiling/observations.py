@@ -66,29 +66,34 @@ def of_stacks(stacks: Iterable[Stack], level: LevelId, critical: set[Key]) -> di
         return {}
     is_native = level in ("4", "4b")
 
-    def share(matches: Callable[[Stack], bool]) -> Figure:
-        hits = [stack for stack in ours if matches(stack)]
+    def share(matches: Callable[[Stack], bool], of: Sequence[Stack] = ours) -> Figure:
+        hits, whole = [stack for stack in of if matches(stack)], sum(stack.count for stack in of)
         count = sum(stack.count for stack in hits)
         return Figure(
-            value=count / samples,
-            interval=wilson(count, samples),
+            value=count / whole,
+            interval=wilson(count, whole),
             level=level,
             rules=tuple(sorted({stack.rule for stack in hits if stack.rule})),
-            samples=samples,
+            samples=whole,
         )
 
     seen = CATEGORIES if is_native else tuple(each for each in CATEGORIES if each in SEEN_FROM_PYTHON)
     figures = {f"critical.{each}": share(_is_in(each)) for each in seen}
     figures["critical.blocked"] = share(lambda stack: stack.category in BLOCKED)
-    if is_native:
-        figures["critical.launching"] = share(_feeds_the_gpu)
-        figures["critical.device_wait"] = share(lambda stack: stack.category in {"sync", "launch_queue_full"})
-        figures["critical.sync_copy"] = share(lambda stack: stack.rule.startswith("sync.copy"))
-        figures["critical.cuda_sync_leaf"] = share(lambda stack: stack.rule.startswith("sync.item"))
-        figures["critical.compile_gc"] = share(lambda stack: stack.category in {"compile", "gc"})
-        figures["critical.recompute"] = share(lambda stack: "recompute" in stack.tags)
-    else:
+    if not is_native:
         figures["critical.compile_gc"] = share(lambda stack: stack.category == "compile")
+        return figures
+    # backward on a GPU runs in a thread of autograd's, which no tool for Python sees: its caller only waits meanwhile,
+    # so that how the device is fed is told by the rest of the caller's time
+    figures["critical.backward_wait"] = share(_waits_for_autograd)
+    own = [stack for stack in ours if not _waits_for_autograd(stack)]
+    if sum(stack.count for stack in own) >= MIN_STACKS:
+        figures["critical.launching"] = share(_feeds_the_gpu, own)
+        figures["critical.device_wait"] = share(lambda stack: stack.category in {"sync", "launch_queue_full"}, own)
+    figures["critical.sync_copy"] = share(lambda stack: stack.rule.startswith("sync.copy"))
+    figures["critical.cuda_sync_leaf"] = share(lambda stack: stack.rule.startswith("sync.item"))
+    figures["critical.compile_gc"] = share(lambda stack: stack.category in {"compile", "gc"})
+    figures["critical.recompute"] = share(lambda stack: "recompute" in stack.tags)
     return figures
 
 
@@ -268,9 +273,13 @@ def is_idle(thread: Thread, shares: Mapping[str, Figure] | None = None) -> bool:
     return thread.cpu is None or thread.cpu.value < 0.02
 
 
+def _waits_for_autograd(stack: Stack) -> bool:
+    return stack.rule.startswith("autograd.wait")
+
+
 def _feeds_the_gpu(stack: Stack) -> bool:
-    """Launches and what goes before them; not waiting for the thread of autograd that does it."""
-    return stack.category in {"launch", "dispatch", "autograd"} and stack.rule != "autograd.wait"
+    """Launches and what goes before them."""
+    return stack.category in {"launch", "dispatch", "autograd"}
 
 
 def _is_in(category: str) -> Callable[[Stack], bool]:

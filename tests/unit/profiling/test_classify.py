@@ -192,6 +192,7 @@ CASES: list[Case] = [
     case("compute.numpy", "compute", f"{THREAD}multiply_numpy (matmul.py:32);DOUBLE_tanh_X86_V4 (numpy/_core/_multiarray_umath.cpython-311-x86_64-linux-gnu.so)"),
     case("compute.tokenizer", "compute", "encode (tok.py:3);tokenizers::tokenizer::encode (tokenizers.abi3.so)"),
     # torch in between
+    case("autograd.wait_queue", "autograd", "_engine_run_backward (torch/autograd/graph.py:865);torch::autograd::Engine::execute (libtorch_cpu.so);torch::autograd::Engine::thread_main (libtorch_cpu.so);torch::autograd::ReadyQueue::pop (libtorch_cpu.so);std::condition_variable::wait (libstdc++.so.6);pthread_cond_wait (libc.so.6);0x7f01 (libc.so.6)"),
     case("autograd.wait", "autograd", "_engine_run_backward (torch/autograd/graph.py:865);torch::autograd::Engine::execute (libtorch_cpu.so);pthread_cond_wait (libc.so.6)"),
     case(
         "dispatch.operator",
