@@ -31,7 +31,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON o
 def run_checks() -> list[dict[str, Any]]:
     """One record a check: name, ok, what was seen, and the fix (empty when there is nothing to do)."""
     return [_python(), _package("torch", (2, 11), (2, 15)), _package("transformers", (5, 17), (6,)), *_devices(),
-            *_kernels(), _memory(), _disk()]  # fmt: skip
+            *_kernels(), *_profiling(), _memory(), _disk()]  # fmt: skip
 
 
 def _check(name: str, ok: bool, seen: str, fix: str = "") -> dict[str, Any]:
@@ -87,6 +87,27 @@ def _kernels() -> list[dict[str, Any]]:
         except importlib.metadata.PackageNotFoundError:
             checks.append(_check(name, True, f"without {package} (extra `{extra}`); with it {use}"))
     return checks
+
+
+def _profiling() -> list[dict[str, Any]]:
+    """What `paceline profile attach` can look at: its programs, and the right to read a process of this user.
+
+    Tried on the one that started this one: with a child of its own even a guarded kernel lets it do all.
+    """
+    from paceline.profiling.collect.process import rights, tool
+
+    if sys.platform != "linux":
+        return [_check("profile attach", True, "Linux only: it reads /proc")]
+    checks = []
+    for name, use in (("py-spy", "the GIL and Python stacks"), ("pystack", "who waits for the GIL")):
+        path, told = tool(name)
+        checks.append(_check(name, True, f"{told}: {use}" if path else f"missing: profile attach lacks {use}",
+                             "" if path else told))  # fmt: skip
+    may = rights(os.getppid())
+    if may.can_ptrace:
+        return [*checks, _check("ptrace", True, "allowed: profile attach can read and, when told so, pause a process")]
+    can = "read, not pause" if may.can_read_memory else "see CPU times only of"
+    return [*checks, _check("ptrace", True, f"profile attach can {can} a process: {may.reason}", may.fix)]
 
 
 def _memory() -> dict[str, Any]:

@@ -165,14 +165,13 @@ CAUSES: tuple[Cause, ...] = (
         "host-copy",
         "copies between host and device: pageable memory, or the bus is full",
         (
-            Clue("critical.sync_copy", "in copies that the thread waits for", "> 0.1", "< 0.02", 2, must=True),
-            Clue("stage.h2d_sync", "the stage h2d_sync", "> 0.1", "< 0.02", 1.5, must=True, veto=True),
-            Clue("gpu.pcie", "of what the bus can carry", "> 0.7", "< 0.2", 1.5, must=True),
-            Clue("critical.async_copy", "starts asynchronous copies", "> 0.1", "", 0.5),
+            Clue("critical.copy", "in copies between host and device", "> 0.15", "< 0.05", 2, must=True, veto=True),
+            Clue("stage.h2d_sync", "the stage h2d_sync", "> 0.1", "", 1.5, must=True),
+            Clue("gpu.pcie", "of what the bus can carry", "> 0.7", "", 1.5, must=True),
             _ON_GPU,
         ),
         ("copy", "copies", "pcie", "h2d", "pageable", "transfer", "pinned"),
-        gain=("critical.sync_copy", "stage.h2d_sync"),
+        gain=("critical.copy", "stage.h2d_sync"),
         explains=("explicit-sync",),
     ),
     Cause(
@@ -202,7 +201,7 @@ CAUSES: tuple[Cause, ...] = (
         (
             Clue("critical.runqueue", "ready, without a CPU", "> 0.1", "< 0.02", 2, must=True, veto=True),
             Clue("host.throttled", "periods in which the cgroup was held back", "> 0.05", "", 1.5, must=True),
-            Clue("host.load_per_cpu", "runnable threads for each CPU", "> 1.2", "< 0.7", 0.5),
+            Clue("host.load_per_cpu", "runnable threads for each CPU", "> 1.2", "", 0.5),  # of the last minute
         ),
         ("starved", "starvation", "cpu", "cores", "affinity", "throttled", "throttling"),
         gain=("critical.runqueue",),
@@ -247,7 +246,7 @@ CAUSES: tuple[Cause, ...] = (
         "profiler",
         "the profiler itself: it stops the process for too long, or its stacks cannot be read",
         (
-            Clue("tool.stop", "the process was stopped by what was judged by", "> 0.1", "< 0.05", 2, True, True),
+            Clue("tool.stop", "the process was stopped by what was judged by", "> 0.25", "< 0.15", 2, True, True),
             Clue("tool.errors", "stacks that could not be read", "> 0.2", "", 2, must=True),
         ),
         ("profiler", "observer"),
@@ -508,21 +507,24 @@ def _longer(figure: Figure, clue: Clue, seconds: float) -> float:
 def _gain_of(cause: Cause, figures: Figures) -> Figure | None:
     """Throughput over today's without the cause's share of the critical thread's time.
 
-    Where a GPU is fed, what it is busy for stays: the gain ends there.
+    Where a GPU is fed, what it is busy for stays: the gain ends there; and it ends where the other side of the pipeline
+    becomes the slower one.
     """
     share = next((figures[key] for key in cause.gain if key in figures), None)
     if share is None or share.value <= 0.0:
         return None
-    busy = figures.get("gpu.utilisation")
-    floor = busy.value if busy is not None and figures.get("process.cuda", share).value > 0.5 else 0.0
+    busy, limit = figures.get("gpu.busy"), figures.get("side.gain")
+    side = 1.0 / max(1.0, limit.value) if limit is not None else 0.0
+    device = busy.value if busy is not None and figures.get("process.cuda", share).value > 0.5 else 0.0
 
-    def gain(part: float) -> float:
+    def gain(part: float, floor: float) -> float:
         return min(MAX_GAIN, 1.0 / max(1.0 - min(part, 1.0), floor, 1.0 / MAX_GAIN))
 
+    floor = max(side, device)
+    value, low, high = (gain(part, floor) for part in (share.value, share.low, share.high))
     return Figure(
-        value=gain(share.value), interval=(gain(share.low), gain(share.high)), unit="ratio", level=share.level,
-        rules=share.rules, samples=share.samples,
-    )  # fmt: skip
+        value=value, interval=(low, high), unit="ratio", level=share.level, rules=share.rules, samples=share.samples
+    )
 
 
 def _leaders(supported: list[Hypothesis]) -> list[Hypothesis]:

@@ -155,6 +155,7 @@ class Process(Record):
         python: Version such as ``3.11``; None: no Python process.
         role: What it does where it is ours, for example ``drafter-0``; else empty.
         end: Empty; or how it ended during the look (``exited``, ``zombie``).
+        cuda: Whether it has the CUDA driver in memory; None: it cannot be told.
     """
 
     pid: int
@@ -164,6 +165,7 @@ class Process(Record):
     python: str | None
     role: str = ""
     end: str = ""
+    cuda: bool | None = None
 
 
 class Thread(Record):

@@ -18,7 +18,6 @@ from typing import Any
 
 from paceline import __version__
 from paceline.profiling import observations as observe
-from paceline.profiling.causes import conclude, judge_causes
 from paceline.profiling.classify import by_thread, load_rules, sort
 from paceline.profiling.collect.gil import GilLook, look_at_gil
 from paceline.profiling.collect.gpu import GpuWatch
@@ -40,11 +39,9 @@ from paceline.profiling.collect.waiters import look_with_pystack
 from paceline.profiling.evidence import (
     LEVEL_NAMES,
     AttachError,
-    Conclusion,
     Figure,
     Frame,
     Gil,
-    Hypothesis,
     Level,
     LevelId,
     Process,
@@ -52,6 +49,7 @@ from paceline.profiling.evidence import (
     Stack,
     Thread,
 )
+from paceline.profiling.judgement import judged
 from paceline.profiling.observations import Key
 from paceline.profiling.statistics import wilson
 from paceline.profiling.verdict import Verdict, Window, drop_warm_up, judge
@@ -131,6 +129,7 @@ class _Seen:
     allocator: dict[str, Figure] = field(default_factory=dict)
     collectives: tuple[dict[str, Any], ...] = ()
     probe: Gil | None = None
+    cuda: dict[int, bool | None] = field(default_factory=dict)
 
 
 def look(
@@ -155,10 +154,10 @@ def look(
     may = {each.pid: rights(each.pid) for each in pythons}
     py_spy, py_spy_version = tool("py-spy")
     notes = [] if pythons else [f"process {pid} is no Python process: what needs an interpreter is left out"]
+    cuda, versions = {each.pid: _uses_cuda(each.pid) for each in pythons}, _versions(pid, py_spy, py_spy_version, tree)
     say(f"looking at {_counted(len(tree), 'process', 'processes')} for {wish.seconds:g} s, without stopping anything")
     seen = _window(tree, pythons, may, py_spy, py_spy_version, wish, run, cancel)
-    if not is_same(root):
-        notes.append(f"process {pid} ended during the look: figures are over the time that it was there")
+    seen.cuda = cuda | {each: uses for each in cuda if (uses := _uses_cuda(each)) is not None}  # it may have ended
     comms = {(thread.pid, thread.tid): thread.comm for thread in seen.threads.threads}
     rules = load_rules()
     sorted_, stacks = [], []
@@ -177,20 +176,19 @@ def look(
             sorted_.append(summary)
             if summary.is_weak:
                 _replace(seen.levels, id, reason=f"weak: {summary.unmatched.shown()} of its stacks fit no rule")
-    figures = _observations(seen, stacks, critical, run)
-    hypotheses = judge_causes(figures, asked=wish.asked, seconds=wish.seconds)
-    threads = _threads(seen, stacks)
-    return Report(
+    if not is_same(root):
+        notes.append(f"process {pid} ended during the look: figures are over the time that it was there")
+    report = Report(
         schema=Report.model_fields["schema_"].default,
         taken_at=taken_at,
         seconds=wish.seconds,
         pid=pid,
-        versions=_versions(pid, py_spy_version if py_spy else "", tree),
+        versions=versions,
         processes=tuple(_with_roles(tree, seen)),
-        run=run.facts if run is not None else {},
+        run=_facts(run, seen.stages),
         host=seen.threads.host,
         levels=tuple(sorted(seen.levels, key=lambda level: list(LEVEL_NAMES).index(level.id))),
-        threads=tuple(threads),
+        threads=tuple(_threads(seen, stacks)),
         gil=_gil_of(seen, pid),
         gils=tuple(gil for each in seen.gils if (gil := _with_parts(seen, each)) is not None),
         stacks=tuple(stacks),
@@ -202,14 +200,20 @@ def look(
         collectives=seen.collectives,
         gpus=tuple(seen.gpus),
         critical=tuple(sorted(tid for _, tid in critical)),
-        observations=figures,
         halves=_halves(seen, critical),
-        hypotheses=tuple(hypotheses),
-        conclusion=_conclusion(hypotheses, pipeline, critical, threads),
         tokens_per_s=seen.stages.tokens_per_s if seen.stages is not None else None,
         steps_per_s=seen.stages.steps_per_s if seen.stages is not None else None,
         notes=tuple(notes),
     )
+    return judged(report, wish.asked)
+
+
+def _facts(run: OurRun | None, stages: StageLook | None) -> dict[str, Any]:
+    if run is None:
+        return {}
+    if stages is None or stages.last is None:
+        return run.facts
+    return run.facts | {"steps_done": stages.last.gauges["step"] - stages.last.gauges["first_step"]}
 
 
 def _window(
@@ -406,7 +410,9 @@ def _critical(seen: _Seen, stacks: Sequence[Stack], pipeline: Verdict | None, pi
         return {main}
     at_work = [key for key, thread in threads.items() if not observe.is_idle(thread, shares.get(key))]
     busiest = max(at_work or threads, key=lambda key: _effort(threads[key]), default=main)
-    return {busiest}
+    # a library's threads without Python work for one that has some
+    ours = max((key for key in at_work if key in seen.names), key=lambda key: _effort(threads[key]), default=busiest)
+    return {ours if ours in threads and 2 * _effort(threads[ours]) > _effort(threads[busiest]) else busiest}
 
 
 def _waits_idly(thread: Thread, shares: Mapping[str, Figure] | None, stacks: Sequence[Stack]) -> bool:
@@ -431,43 +437,6 @@ def _slow_side(pipeline: Verdict | None) -> str:
     return "target" if pipeline.get_wait_frac.value > pipeline.put_wait_frac.value else "drafter"
 
 
-def _observations(seen: _Seen, stacks: Sequence[Stack], critical: set[Key], run: OurRun | None) -> dict[str, Figure]:
-    threads = [thread for thread in seen.threads.threads if (thread.pid, thread.tid) in critical]
-    where = next(iter(sorted(critical)), (0, 0))[0]
-    figures = observe.of_threads(threads)
-    figures |= observe.of_host(seen.threads.host, seen.threads.threads, seen.processes)
-    for level in ("6", "3"):
-        figures |= observe.of_stacks(stacks, level, critical)  # type: ignore[arg-type]
-    for id in ("4b", "4"):
-        taken = next((each for each in seen.levels if each.id == id), None)
-        if taken is not None and taken.ok and taken.in_verdict:
-            figures |= observe.of_stacks(stacks, id, critical)  # type: ignore[arg-type]
-    gil = _with_parts(seen, where) or seen.probe
-    if gil is not None:
-        figures |= observe.of_gil(gil, critical)
-    figures |= observe.of_allocator(seen.allocator)
-    figures |= observe.of_gpus(seen.gpus)
-    figures["process.cuda"] = Figure.read(float(_uses_cuda(where)), "1")
-    if seen.stages is not None:
-        names = seen.stages.names
-        roles = {role for key in critical if key in names for role in names[key][0].split("+")}
-        for role in sorted(roles):
-            figures |= observe.of_stages(seen.stages.stages, role)
-        if seen.stages.queue is not None:
-            figures |= observe.of_queue(seen.stages.queue, run is not None and run.in_turn)
-        if seen.stages.last is not None:
-            steps = seen.stages.last.gauges["step"] - seen.stages.last.gauges["first_step"]
-            figures["run.warming_up"] = Figure.read(float(steps < 5), "0")
-    by_process: dict[int, set[Key]] = {}
-    for thread in seen.threads.threads:
-        if thread.is_main:
-            by_process[thread.pid] = {(thread.pid, thread.tid)}
-    for id in ("3", "4"):
-        figures |= observe.of_ranks(stacks, by_process, id)  # type: ignore[arg-type]
-    figures |= observe.of_levels(seen.levels)
-    return observe.with_derived(figures)
-
-
 def _halves(seen: _Seen, critical: set[Key]) -> tuple[dict[str, Figure], ...]:
     """What can be told of both halves of the window: how much figures move within one look."""
     halves: list[dict[str, Figure]] = []
@@ -489,21 +458,6 @@ def _halves(seen: _Seen, critical: set[Key]) -> tuple[dict[str, Figure], ...]:
                 figures |= observe.of_stages(seen.stages.halves[half], role)
         halves.append(figures)
     return tuple(halves) if any(halves) else ()
-
-
-def _conclusion(
-    hypotheses: Sequence[Hypothesis], pipeline: Verdict | None, critical: set[Key], threads: Sequence[Thread]
-) -> Conclusion:
-    names = sorted({thread.role or thread.name for thread in threads if (thread.pid, thread.tid) in critical})
-    where = ", ".join(names[:3])
-    if pipeline is None:
-        return conclude(hypotheses, where=where)
-    gain = None
-    if pipeline.gain is not None:
-        gain = Figure(
-            value=pipeline.gain.value, interval=(pipeline.gain.low, pipeline.gain.high), unit="ratio", level="0"
-        )
-    return conclude(hypotheses, side=pipeline.kind, side_line=pipeline.line(), gain=gain, where=where)
 
 
 def _threads(seen: _Seen, stacks: Sequence[Stack]) -> list[Thread]:
@@ -569,7 +523,13 @@ def _with_roles(tree: Sequence[Process], seen: _Seen) -> list[Process]:
                 if role.startswith(("target", "drafter")) and role not in roles.setdefault(pid, []):
                     roles[pid].append(role)
     return [
-        each.model_copy(update={"role": ", ".join(roles.get(each.pid, [])), "end": seen.threads.ends.get(each.pid, "")})
+        each.model_copy(
+            update={
+                "role": ", ".join(roles.get(each.pid, [])),
+                "end": seen.threads.ends.get(each.pid, ""),
+                "cuda": seen.cuda.get(each.pid),
+            }
+        )
         for each in tree
     ]
 
@@ -594,12 +554,16 @@ def _ticks(pid: int) -> int:
         return 0
 
 
-def _uses_cuda(pid: int) -> bool:
-    """Whether the process has the driver's library in memory, which a CUDA build of torch loads when it is used."""
+def _uses_cuda(pid: int) -> bool | None:
+    """Whether the process has the driver's library in memory, which a CUDA build of torch loads when it is used.
+
+    None: it cannot be told, without the right to see or after its end.
+    """
     try:
-        return "/libcuda.so" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
+        return None
+    return "/libcuda.so" in maps if maps else None
 
 
 def _asked(run: OurRun | None, verb: str, **arguments: Any) -> dict[str, Any]:
@@ -702,11 +666,11 @@ def _replace(levels: list[Level], id: str, **update: Any) -> None:
             levels[i] = level.model_copy(update=update)
 
 
-def _versions(pid: int, py_spy: str, tree: Sequence[Process]) -> dict[str, str]:
+def _versions(pid: int, py_spy: str | None, py_spy_version: str, tree: Sequence[Process]) -> dict[str, str]:
     root = next((each for each in tree if each.pid == pid), None)
     found = {"paceline": __version__, "kernel": platform.release()}
     if py_spy:
-        found["py-spy"] = py_spy
+        found["py-spy"] = py_spy_version
     if root is not None and root.python:
         found["python"] = root.python
     return found | libraries_of(pid)

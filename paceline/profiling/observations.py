@@ -41,17 +41,29 @@ BLOCKED = {"sleep", "queue_wait", "lock", "io"}
 SEEN_FROM_PYTHON = {"queue_wait", "lock", "sleep", "io", "compile", "collective"}
 """Categories that Python stacks alone can tell; what goes on inside of a native call they cannot."""
 
+INSIDE = {"create_block_mask", "create_block_mask_swa", "layers", "chunked_loss", "recompute"}
+"""Stages of ours whose time is in that of another."""
+
+DRY = 0.1
+"""Share of the stages' time on the GPU that ran dry, above which it says little of how busy the GPU is."""
+
 Key = tuple[int, int]
 """Process and thread."""
 
 
-def of_threads(threads: Sequence[Thread]) -> dict[str, Figure]:
-    """Of the critical threads: their mean."""
+def of_threads(threads: Sequence[Thread], critical: set[Key]) -> dict[str, Figure]:
+    """Of the critical threads: their mean; CPU time with that of autograd's thread, which works as its caller waits."""
     figures: dict[str, Figure] = {}
-    cpu, runqueue = ([each for t in threads if (each := get(t)) is not None] for get in (_cpu, _runqueue))
-    for name, found in (("critical.cpu", cpu), ("critical.runqueue", runqueue)):
-        if found:
-            figures[name] = _mean(found)
+    own = [thread for thread in threads if (thread.pid, thread.tid) in critical]
+    processes = {thread.pid for thread in own}
+    backward = [t for t in threads if t.pid in processes and t.comm.startswith("pt_autograd_")]
+    if cpu := [thread.cpu for thread in own if thread.cpu is not None]:
+        figures["critical.cpu"] = _mean(cpu)
+        for thread in backward if len(own) == 1 else ():
+            if thread.cpu is not None:
+                figures["critical.cpu"] = _sum(figures["critical.cpu"], thread.cpu)
+    if runqueue := [thread.runqueue for thread in own if thread.runqueue is not None]:
+        figures["critical.runqueue"] = _mean(runqueue)
     return figures
 
 
@@ -90,7 +102,8 @@ def of_stacks(stacks: Iterable[Stack], level: LevelId, critical: set[Key]) -> di
     if sum(stack.count for stack in own) >= MIN_STACKS:
         figures["critical.launching"] = share(_feeds_the_gpu, own)
         figures["critical.device_wait"] = share(lambda stack: stack.category in {"sync", "launch_queue_full"}, own)
-    figures["critical.sync_copy"] = share(lambda stack: stack.rule.startswith("sync.copy"))
+    # an asynchronous copy returns at once; one from or to pageable memory does not, whatever it is called
+    figures["critical.copy"] = share(lambda s: s.category == "async_copy" or s.rule.startswith("sync.copy"))
     figures["critical.cuda_sync_leaf"] = share(lambda stack: stack.rule.startswith("sync.item"))
     figures["critical.compile_gc"] = share(lambda stack: stack.category in {"compile", "gc"})
     figures["critical.recompute"] = share(lambda stack: "recompute" in stack.tags)
@@ -129,9 +142,9 @@ def of_host(host: Host, threads: Sequence[Thread], processes: Sequence[Process])
     return figures
 
 
-def of_queue(queue: Queue, in_turn: bool) -> dict[str, Figure]:
-    """The two waits; in turn there are none."""
-    return {} if in_turn else {"queue.get_wait": queue.get_wait, "queue.put_wait": queue.put_wait}
+def of_queue(queue: Queue) -> dict[str, Figure]:
+    """The two waits."""
+    return {"queue.get_wait": queue.get_wait, "queue.put_wait": queue.put_wait}
 
 
 def of_allocator(counters: Mapping[str, Figure]) -> dict[str, Figure]:
@@ -215,6 +228,30 @@ def of_stages(records: Sequence[Mapping], role: str) -> dict[str, Figure]:  # ty
     return figures
 
 
+def of_device(records: Sequence[Mapping], figures: Mapping[str, Figure]) -> dict[str, Figure]:  # type: ignore[type-arg]
+    """How busy the GPU is, by the time that our stages take on it where it never ran dry in them.
+
+    The driver's own utilisation is coarse, and counts memory that is taken and given back. Where stages ran dry, their
+    time on the GPU holds gaps, and the driver's figure stands unless theirs is the smaller one.
+    """
+    busy_s = dry_s = seconds = 0.0
+    for record in records:
+        seconds = max(seconds, float(record.get("interval_s", 0.0)))
+        every = int(record.get("sampled_one_in", 1))
+        for name, stage in record.get("stages", {}).items():
+            if stage.get("device_count") and name not in INSIDE:
+                part = float(stage["device_avg_ms"]) * float(stage["count"]) * every / 1e3
+                busy_s += part
+                dry_s += part * float(stage.get("drained_frac", 0.0))
+    utilisation = figures.get("gpu.utilisation")
+    if busy_s <= 0.0 or seconds <= 0.0:
+        return {"gpu.busy": utilisation} if utilisation is not None else {}
+    busy = Figure.read(min(1.0, busy_s / seconds), "0")
+    if dry_s <= DRY * busy_s:
+        return {"gpu.busy": busy}
+    return {"gpu.busy": min((busy, utilisation), key=lambda each: each.value)} if utilisation is not None else {}
+
+
 def of_ranks(stacks: Iterable[Stack], main_threads: Mapping[int, set[Key]], level: LevelId) -> dict[str, Figure]:
     """How differently processes wait in collectives: one that never does is what the others wait for."""
     shares, least = [], math.inf
@@ -286,14 +323,6 @@ def _is_in(category: str) -> Callable[[Stack], bool]:
     return lambda stack: stack.category == category
 
 
-def _cpu(thread: Thread) -> Figure | None:
-    return thread.cpu
-
-
-def _runqueue(thread: Thread) -> Figure | None:
-    return thread.runqueue
-
-
 def _mean(figures: Sequence[Figure]) -> Figure:
     n = len(figures)
     return figures[0].model_copy(
@@ -302,6 +331,11 @@ def _mean(figures: Sequence[Figure]) -> Figure:
             "interval": (math.fsum(each.low for each in figures) / n, math.fsum(each.high for each in figures) / n),
         }
     )
+
+
+def _sum(a: Figure, b: Figure) -> Figure:
+    ends = (min(1.0, a.low + b.low), min(1.0, a.high + b.high))
+    return a.model_copy(update={"value": min(1.0, a.value + b.value), "interval": ends})
 
 
 def _scaled(figure: Figure, factor: float) -> Figure:

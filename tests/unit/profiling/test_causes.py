@@ -37,12 +37,13 @@ HEALTHY = {
     "critical.device_wait": share(0.8, 0.04),
     "critical.launching": share(0.1, 0.03),
     "critical.allocator_churn": share(0.0, 0.008),
-    "critical.sync_copy": share(0.0, 0.01),
+    "critical.copy": share(0.0, 0.01),
     "critical.collective": share(0.0, 0.01),
     "critical.compile_gc": share(0.0, 0.01),
     "critical.compute": share(0.02, 0.01),
     "drained": share(0.01, 0.01, "0"),
     "gpu.utilisation": share(0.99, 0.01, "5"),
+    "gpu.busy": share(0.99, 0.01, "5"),
     "gpu.limited": share(0.0, 0.0, "5"),
     "gpu.pcie": share(0.02, 0.01, "5"),
     "allocator.device_calls": rate(0.0),
@@ -60,6 +61,7 @@ LAUNCH_BOUND = {
     "critical.launching": share(0.7, 0.05),
     "drained": share(0.92, 0.04, "0"),
     "gpu.utilisation": share(0.6, 0.03, "5"),
+    "gpu.busy": share(0.6, 0.03, "5"),
 }
 
 FAULTS: dict[str, dict[str, Figure]] = {
@@ -81,8 +83,8 @@ FAULTS: dict[str, dict[str, Figure]] = {
         "critical.launching": share(0.4, 0.04),
         "allocator.device_calls": rate(120.0),
     },
-    "host-copy": {"critical.sync_copy": share(0.4, 0.04), "drained": share(0.6, 0.04, "0")}
-    | {"gpu.pcie": share(0.8, 0.05, "5"), "gpu.utilisation": share(0.7, 0.03, "5"), "critical.sync": share(0.4, 0.04)},
+    "host-copy": {"critical.copy": share(0.4, 0.04), "drained": share(0.6, 0.04, "0")}
+    | {"gpu.busy": share(0.7, 0.03, "5"), "gpu.utilisation": share(0.7, 0.03, "5"), "critical.sync": share(0.4, 0.04)},
     "cpu-starvation": LAUNCH_BOUND
     | {
         "critical.runqueue": share(0.5, 0.03, "1"),
@@ -176,7 +178,7 @@ def test_full_launch_queue_is_no_launch_overhead() -> None:
 
 def test_gain_ends_where_the_gpu_is_busy() -> None:
     """Removing a CPU-side cause cannot make a GPU faster than it is."""
-    found = by_id(judge_causes(HEALTHY | LAUNCH_BOUND | {"gpu.utilisation": share(0.8, 0.0, "5")}))["launch-overhead"]
+    found = by_id(judge_causes(HEALTHY | LAUNCH_BOUND | {"gpu.busy": share(0.8, 0.0, "5")}))["launch-overhead"]
     assert found.gain is not None
     assert found.gain.value == pytest.approx(1.25)
 
