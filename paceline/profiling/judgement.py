@@ -33,7 +33,7 @@ def judged(report: Report, asked: Sequence[str] = ()) -> Report:
             hypotheses,
             side=str(side.get("kind", "")),
             side_line=str(side.get("line", "")),
-            gain=_side_gain(side),
+            gain=_side_gain(side) if side.get("kind") != "in turn" else None,  # that is of a second device
             where=where,
         )
     return report.model_copy(

@@ -451,7 +451,9 @@ def _halves(seen: _Seen, critical: set[Key]) -> tuple[dict[str, Figure], ...]:
         if where in seen.gils and len(seen.gils[where].halves) == 2:
             hits, samples = seen.gils[where].halves[half]
             if samples:
-                figures["gil.share"] = Figure.read(hits / samples, "2")
+                figures["gil.share"] = Figure(
+                    value=hits / samples, interval=wilson(hits, samples), level="2", samples=samples
+                )
         if seen.stages is not None and len(seen.stages.halves) == 2:
             names = seen.stages.names
             for role in sorted({role for key in critical if key in names for role in names[key][0].split("+")}):
@@ -542,8 +544,8 @@ def _pythons(tree: Sequence[Process]) -> list[Process]:
     before = {each.pid: _ticks(each.pid) for each in found}
     time.sleep(0.3)
     taken = {each.pid: _ticks(each.pid) - before[each.pid] for each in found}
-    root, others = found[0], sorted(found[1:], key=lambda each: -taken[each.pid])
-    return [root, *others[: MAX_PYTHONS - 1]]
+    others = sorted((each for each in found[1:] if taken[each.pid] > 0), key=lambda each: -taken[each.pid])
+    return [found[0], *others[: MAX_PYTHONS - 1]]
 
 
 def _ticks(pid: int) -> int:

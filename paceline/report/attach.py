@@ -18,6 +18,7 @@ from paceline.report.attach_text import (
     clean,
     figure_text,
     first,
+    gain_means,
     gil_text,
     gils_of,
     heading,
@@ -230,7 +231,7 @@ def _headline(report: Record) -> Html:
     busiest = max(utilisations, key=lambda each: value_of(each) or 0.0, default=None)
     steps = short_rate(value_of(report["steps_per_s"])) if report.get("steps_per_s") else ""
     known = [
-        (conclusion.get("gain"), "gain at most", "if the slower side were infinitely fast"),
+        (conclusion.get("gain"), "gain at most", gain_means(conclusion)),
         (queue.get("get_wait"), "of the time the drafter waits", "for features (get)"),
         (queue.get("put_wait"), "of the time targets wait", "for room in the queue (put)"),
         ({"value": gil.get("share"), "interval": items_of(gil, "interval")}, "of the time the GIL is held", ""),
@@ -370,9 +371,13 @@ def _threads(report: Record) -> list[Html]:
     for thread in threads:
         by_process.setdefault(thread.get("pid"), []).append(thread)
     room = MAX_ALL_ROWS
-    for pid, of in list(by_process.items())[:MAX_PROCESSES]:
-        if not of:
-            continue
+    still = {
+        pid: of
+        for pid, of in by_process.items()
+        if of and pid != report.get("pid") and all(is_idle(thread, critical) for thread in of)
+    }
+    at_work = [(pid, of) for pid, of in by_process.items() if of and pid not in still]
+    for pid, of in at_work[:MAX_PROCESSES]:
         busy = busiest_first((thread for thread in of if not is_idle(thread, critical)), critical)
         shown_here, rest = busy[: min(MAX_ROWS, room)], busy[min(MAX_ROWS, room) :]
         room -= len(shown_here)
@@ -381,9 +386,13 @@ def _threads(report: Record) -> list[Html]:
         if shown_here:
             blocks.append(tag("ul", *(_thread(each, critical) for each in shown_here), class_="threads"))
         blocks.append(_idle([*rest, *(thread for thread in of if is_idle(thread, critical))], bool(rest)))
-    if len(by_process) > MAX_PROCESSES:
-        told = f"Threads of {len(by_process) - MAX_PROCESSES:,} more processes are left out."
+    if len(at_work) > MAX_PROCESSES:
+        told = f"Threads of {len(at_work) - MAX_PROCESSES:,} more processes are left out."
         blocks.append(tag("p", tag("small", told)))
+    if still:
+        names = [tag("li", _process_name(report, pid)) for pid in list(still)[:MAX_PROCESSES]]
+        told = f"and {len(still)} {'process' if len(still) == 1 else 'processes'} in which nothing ran"
+        blocks.append(tag("details", tag("summary", told), tag("ul", *names, class_="leaves")))
     return blocks
 
 

@@ -323,11 +323,22 @@ def short_rate(value: object) -> str:
 # The terminal's parts
 
 
+def gain_means(conclusion: Record) -> str:
+    """What would have to happen for the verdict's gain."""
+    sides = {
+        "producer-bound": "if the slower side were infinitely fast",
+        "consumer-bound": "if the slower side were infinitely fast",
+        "variance": "if the queue were deep enough",
+        "contradiction": "if the queue held nothing back",
+    }
+    return sides.get(str(conclusion.get("side")), "if the cause were removed")
+
+
 def _verdict(report: Record, width: int) -> list[str]:
     conclusion = part_of(report, "conclusion")
     lines = _wrapped("VERDICT", conclusion.get("line") or verdict_title(report), width, most=5)
     if gain := conclusion.get("gain"):
-        lines += _wrapped("", f"gain if the slower side were infinitely fast: {figure_text(gain)}", width)
+        lines += _wrapped("", f"gain {gain_means(conclusion)}: {figure_text(gain)}", width)
     if conclusion.get("cause"):
         against = "; ".join(map(clean, items_of(conclusion, "against")))
         lines += _wrapped("", f"against it: {against or 'nothing that was seen'}", width, most=2)

@@ -369,7 +369,8 @@ def check_our_run(report: Report, run: Run) -> None:
     assert roles["target-0"].tid in report.critical or roles["drafter-0"].tid in report.critical
     stages = {record["role"]: record["stages"] for record in report.stages}
     assert stages["target-0"]["model_forward"]["count"] > 0 and stages["drafter-0"]["backward"]["count"] > 0
-    assert report.queue is not None and report.queue.depth == 4 and report.queue.targets == 1
+    assert report.queue is not None and report.queue.targets == 1
+    assert report.queue.depth == run.snapshot().gauges["queue_depth"] > 0
     assert report.queue.batches_per_s > 0 and report.queue.get_wait.value <= 1.0
     assert report.pipeline["kind"] and report.conclusion.line.startswith(report.conclusion.side or "cause")
     assert report.run["roles"] == ["drafter-0", "target-0"] and report.run["layout"] == "split"
@@ -386,8 +387,8 @@ def test_a_run_of_ours_is_looked_at_by_its_folder(training: Run, tmp_path: Path)
     assert not before.control.is_on
     code, shown = command("profile", "attach", training.path, "--seconds", "3", "--json", tmp_path / "a.json")
     assert code == 0, shown
-    for part in ("target-0", "drafter-0", "model_forward", "VERDICT"):
-        assert part in shown
+    for part in ("target-0", "drafter-0", "VERDICT", "DISTURBED no level stopped the process"):
+        assert part in shown, shown
     report = load_report(tmp_path / "a.json")
     check_our_run(report, training)
     after = training.snapshot()
@@ -395,9 +396,13 @@ def test_a_run_of_ours_is_looked_at_by_its_folder(training: Run, tmp_path: Path)
     assert (after.control.is_on, after.control.interval_s) == (before.control.is_on, before.control.interval_s)
     assert after.gauges["step"] > before.gauges["step"] and after.gauges["queue_depth"] == before.gauges["queue_depth"]
     assert not training.stages_file.exists()
-    # a slowed target: the drafter waits, or the look was too short to say so
-    assert report.pipeline["kind"] in ("producer-bound", "undecided"), report.pipeline
+    # the target was made slow by sleeping; only a look that was too short may not say so
     assert report.queue is not None and report.queue.get_wait.value > report.queue.put_wait.value
+    assert report.pipeline["kind"] in ("producer-bound", "undecided"), report.pipeline
+    if report.pipeline["kind"] == "producer-bound":
+        assert report.conclusion.side == "producer-bound"
+        assert [thread.role for thread in report.threads if thread.tid in report.critical] == ["target-0"]
+        assert report.conclusion.cause in ("sleep", "cpu-starvation", ""), report.conclusion
 
 
 def test_a_run_of_ours_is_known_by_its_process_too(training: Run, tmp_path: Path) -> None:
@@ -474,4 +479,4 @@ def test_a_saved_report_is_what_was_looked_at(hogs: dict[str, Looked], tmp_path:
     page = (tmp_path / "a.html").read_text()
     assert "hog" in page and page.lstrip().lower().startswith("<!doctype html>")
     assert not re.search(r"(?:src|href)=[\"']https?://", page)
-    assert os.listdir(tmp_path) == ["a.json", "a.html"] or sorted(os.listdir(tmp_path)) == ["a.html", "a.json"]
+    assert sorted(os.listdir(tmp_path)) == ["a.html", "a.json"]
