@@ -393,7 +393,7 @@ def test_a_look_that_is_ended_leaves_nothing_behind(
     Ended in order it removes its temporary files too, and says that it was ended.
     """
     tool("py-spy")
-    wish = ["--seconds", "1", "--allow-pause", "--pause-budget", "0.3", "--native-seconds", "60"]
+    wish = ["--seconds", "1", "--allow-pause", "--pause-budget", "0.1", "--native-seconds", "60"]
     process = start_looking(hog.pid, tmp_path, *(wish if pause else ["--seconds", "60"]))
     try:
         wait_for_tools(process, hog.pid, pause)
