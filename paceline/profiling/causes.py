@@ -37,6 +37,9 @@ FELT = 1.03
 MAX_GAIN = 100.0
 """Of a cause that takes all of the time."""
 
+UNTOLD = 10.0
+"""Above this a gain is little more than that nothing else was seen: only its lower end is told."""
+
 LONGEST_LOOK_S = 300.0
 
 Figures = Mapping[str, Figure]
@@ -126,7 +129,7 @@ CAUSES: tuple[Cause, ...] = (
         "GPU-bound: the GPU always has work, the CPU waits for it",
         (
             Clue("drained", _DRAINED, "< 0.2", "> 0.7", 2, must=True, veto=True),
-            Clue("critical.device_wait", "waits for the GPU or its launch queue", "> 0.3", "< 0.05", 2, must=True),
+            Clue("critical.device_wait", "waits for the GPU or its launch queue", "> 0.3", "< 0.05", 1.5, must=True),
             Clue("gpu.utilisation", _UTILISATION, "> 0.9", "< 0.5", 1, veto=True),
             _ON_GPU,
         ),
@@ -138,7 +141,7 @@ CAUSES: tuple[Cause, ...] = (
         "explicit-sync",
         "explicit synchronisation: the CPU stops to wait for a result, and the GPU runs dry meanwhile",
         (
-            Clue("critical.sync", "waits for the GPU", "> 0.15", "< 0.05", 2, must=True, veto=True),
+            Clue("critical.sync", "waits for the GPU", "> 0.15", "< 0.05", 1.5, must=True, veto=True),
             Clue("drained", _DRAINED, "> 0.5", "< 0.1", 1.5, veto=True),
             Clue("gpu.utilisation", _UTILISATION, "< 0.9", "> 0.97", 1),
             Clue("critical.cuda_sync_leaf", "in Python calls that wait, such as item()", "> 0.1", "", 1),
@@ -332,10 +335,10 @@ BY_ID = {cause.id: cause for cause in CAUSES}
 
 _PROVIDERS: tuple[tuple[str, str, float], ...] = (
     (r"critical\.(queue_wait|lock|sleep|blocked|compile_gc)", "Python stacks: py-spy and the right to read it", 10),
-    (r"critical\.gil_wait", "who waits for the GIL: native stacks, with --allow-pause", 30),
+    (r"critical\.gil_wait", "who waits for the GIL: native stacks, with --allow-pause", 60),
     (r"critical\.(cpu|runqueue)", "the threads in /proc", 10),
     (r"critical\.(gil|native_cpu)|gil\.", "the GIL: py-spy and the right to read the process", 10),
-    (r"critical\.", "native stacks, with --allow-pause", 30),
+    (r"critical\.", "native stacks, with --allow-pause", 60),
     (r"drained|stage\.", "stages of a run of ours, with profiling on and on a GPU", 10),
     (r"queue\.", "the queue of a run of ours, with targets and drafter side by side", 10),
     (r"allocator\.", "the allocator's counters, which a run of ours tells through its control socket", 10),
@@ -491,6 +494,8 @@ def _next_for(pairs: Sequence[tuple[Clue, Evidence]], seconds: float) -> tuple[s
                 if re.match(pattern, clue.key):
                     return f"{clue.says}: {what}", takes
         else:
+            if each.figure.level in ("3", "6"):  # a longer look at Python alone tells no more
+                return f"{clue.says}: native stacks, with --allow-pause", 60.0
             longer = _longer(each.figure, clue, seconds)
             if longer <= LONGEST_LOOK_S:
                 return f"{clue.says}: a longer look, --seconds {longer:.0f}", longer
@@ -578,4 +583,6 @@ def _next_of(hypotheses: Sequence[Hypothesis]) -> tuple[str, float]:
 
 
 def _gain_text(gain: Figure) -> str:
+    if gain.value > UNTOLD:
+        return f"at least {gain.low:.1f}x"
     return f"{gain.value:.2f}x [{gain.low:.2f}-{gain.high:.2f}]"

@@ -26,6 +26,11 @@ def judged(report: Report, asked: Sequence[str] = ()) -> Report:
             line=f"process {report.pid} stood stopped, by a signal or a debugger: there is no cause to look for",
             next=f"let it go on: `kill -CONT {report.pid}`, or end its debugger",
         )
+    elif report.threads and not report.critical:
+        conclusion = Conclusion(
+            line="every thread waits, for a queue, a lock, a file or a time: nothing is at work that could be faster",
+            next="judge one of them all the same: --thread NAME",
+        )
     else:
         names = sorted({thread.role or thread.name for thread in report.threads if thread.tid in report.critical})
         where, side = ", ".join(names[:3]), report.pipeline

@@ -388,7 +388,10 @@ def _pipeline(stages: StageLook | None, run: OurRun | None, notes: list[str]) ->
 
 
 def _critical(seen: _Seen, stacks: Sequence[Stack], pipeline: Verdict | None, pid: int, wish: Wish) -> set[Key]:
-    """The threads in which the cause is looked for: the slower side's, or of a stranger the one that does the work."""
+    """The threads in which the cause is looked for: the slower side's, or of a stranger the one that does the work.
+
+    None where every thread waits.
+    """
     threads = {(thread.pid, thread.tid): thread for thread in seen.threads.threads}
     if wish.thread:
         found = {
@@ -409,7 +412,9 @@ def _critical(seen: _Seen, stacks: Sequence[Stack], pipeline: Verdict | None, pi
     if main in threads and not _waits_idly(threads[main], shares.get(main), stacks):
         return {main}
     at_work = [key for key, thread in threads.items() if not observe.is_idle(thread, shares.get(key))]
-    busiest = max(at_work or threads, key=lambda key: _effort(threads[key]), default=main)
+    if not at_work:
+        return set()
+    busiest = max(at_work, key=lambda key: _effort(threads[key]))
     # a library's threads without Python work for one that has some
     ours = max((key for key in at_work if key in seen.names), key=lambda key: _effort(threads[key]), default=busiest)
     return {ours if ours in threads and 2 * _effort(threads[ours]) > _effort(threads[busiest]) else busiest}

@@ -81,9 +81,12 @@ def of_stacks(stacks: Iterable[Stack], level: LevelId, critical: set[Key]) -> di
     def share(matches: Callable[[Stack], bool], of: Sequence[Stack] = ours) -> Figure:
         hits, whole = [stack for stack in of if matches(stack)], sum(stack.count for stack in of)
         count = sum(stack.count for stack in hits)
+        low, high = wilson(count, whole)
+        if not is_native:  # what cannot be told apart may all be this
+            high = wilson(count + sum(stack.count for stack in of if stack.category == "other"), whole)[1]
         return Figure(
             value=count / whole,
-            interval=wilson(count, whole),
+            interval=(low, high),
             level=level,
             rules=tuple(sorted({stack.rule for stack in hits if stack.rule})),
             samples=whole,
@@ -305,8 +308,8 @@ def is_idle(thread: Thread, shares: Mapping[str, Figure] | None = None) -> bool:
     """Whether the thread neither works nor is held up: nearly always in a wait by choice, or hardly ever on a CPU."""
     if thread.cpu is not None and thread.cpu.value + (thread.runqueue.value if thread.runqueue else 0.0) >= 0.1:
         return False
-    if shares:
-        return math.fsum(shares[each].value for each in BLOCKED & set(shares)) > 0.9
+    if shares and math.fsum(shares[each].value for each in BLOCKED & set(shares)) > 0.9:
+        return True
     return thread.cpu is None or thread.cpu.value < 0.02
 
 

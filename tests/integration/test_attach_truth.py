@@ -305,6 +305,7 @@ def look_natively(pid: int, thread: str, seconds: float) -> Looked:
     return looked
 
 
+@pytest.mark.slow
 def test_launches_and_waits_have_their_true_shares(driver: Path) -> None:
     """A thread that launches for 80 % of its time and waits for the rest: its verdict is one of the two."""
     for _ in range(ATTEMPTS):
@@ -325,6 +326,7 @@ def test_launches_and_waits_have_their_true_shares(driver: Path) -> None:
     assert report.conclusion.gain is None or report.conclusion.gain.value > 1.0
 
 
+@pytest.mark.slow
 def test_pure_launches_are_launch_overhead_and_no_synchronisation(driver: Path) -> None:
     """Nothing waits for the device: that hypothesis is refuted, or at least the figure says so."""
     with running("fake_cuda.py", str(driver), "1.0", "mixed") as process:
@@ -337,13 +339,14 @@ def test_pure_launches_are_launch_overhead_and_no_synchronisation(driver: Path) 
 
 
 def test_pure_waits_are_synchronisation(driver: Path) -> None:
-    """All of the time in waits for the stream; no overhead of launches."""
+    """All of the time in waits for the stream; whether the device is busy meanwhile cannot be seen here, and is next."""
     with running("fake_cuda.py", str(driver), "0", "waiting") as process:
         report = look_natively(process.pid, "waiting", SECONDS).report
     assert report.observations["critical.sync"].value > 0.9
-    assert judged(report, "explicit-sync").outcome == "supported"
     assert judged(report, "launch-overhead").outcome == "refuted"
-    assert report.conclusion.cause in ("explicit-sync", "gpu-bound", "")  # without a device the two are hard to tell
+    if report.level("5") is None or not report.level("5").ok:  # type: ignore[union-attr]
+        assert judged(report, "explicit-sync").outcome == judged(report, "gpu-bound").outcome == "undecided"
+        assert report.conclusion.cause == "" and "on the GPU" in report.conclusion.next
 
 
 # A run of ours.
@@ -426,31 +429,31 @@ def test_a_run_of_ours_is_known_by_its_process_too(training: Run, tmp_path: Path
 # Looks held against each other.
 
 
-@pytest.fixture(scope="module")
-def same() -> list[Report]:
-    """Four looks at one program that does the same all the time."""
+def check_mirrored(a: Report, b: Report) -> None:
+    """The same figures are compared and have moved, by the same amount the other way round."""
+    there, back = diff(a, b), diff(b, a)
+    assert [change.key for change in there.changes] == [change.key for change in back.changes]
+    for one, other in zip(there.changes, back.changes, strict=True):
+        assert one.delta == -other.delta and one.moved == other.moved
+        assert one.interval == pytest.approx((-other.interval[1], -other.interval[0]))
+    assert there.only_before == back.only_after and there.only_after == back.only_before
+    assert diff(a, a).moved == [] and diff(a, a).verdict is None
+
+
+@pytest.mark.slow
+def test_chance_moves_nothing_between_looks_at_a_steady_program() -> None:
+    """Of three pairs at most one, on a machine that others use, where waits for a CPU are the machine's own."""
     with running("gil_hog.py", "0.5") as process:
-        return [look_at(process.pid).report for _ in range(4)]
+        looks = [look_at(process.pid).report for _ in range(4)]
+    pairs = list(zip(looks, looks[1:], strict=False))
+    moved = [[change.key for change in diff(a, b).moved] for a, b in pairs]
+    assert sum(any("runqueue" not in key for key in keys) for keys in moved) <= 1, moved
+    check_mirrored(*pairs[0])
 
 
-def test_chance_moves_nothing_between_looks_at_a_steady_program(same: list[Report]) -> None:
-    """Of three pairs at most one, on a machine that others use; and never the share of the GIL in most of them."""
-    moved = [[change.key for change in diff(a, b).moved] for a, b in zip(same, same[1:], strict=False)]
-    assert sum("gil.share" in keys for keys in moved) <= 1, moved
-    quiet = [[key for key in keys if "runqueue" not in key] for keys in moved]  # that is the machine's
-    assert sum(bool(keys) for keys in quiet) <= 1, moved
-
-
-def test_swapped_reports_turn_every_sign(same: list[Report], hogs: dict[str, Looked]) -> None:
-    """Of real looks: the same figures are compared, have moved, and by the same amount the other way round."""
-    for a, b in ((same[0], same[1]), (hogs["0.3"].report, hogs["0.8"].report)):
-        there, back = diff(a, b), diff(b, a)
-        assert [change.key for change in there.changes] == [change.key for change in back.changes]
-        for one, other in zip(there.changes, back.changes, strict=True):
-            assert one.delta == -other.delta and one.moved == other.moved
-            assert one.interval == pytest.approx((-other.interval[1], -other.interval[0]))
-        assert there.only_before == back.only_after and there.only_after == back.only_before
-        assert diff(a, a).moved == [] and diff(a, a).verdict is None
+def test_swapped_reports_turn_every_sign(hogs: dict[str, Looked]) -> None:
+    """Of real looks at two programs that differ."""
+    check_mirrored(hogs["0.3"].report, hogs["0.8"].report)
 
 
 def test_a_planted_change_is_found(hogs: dict[str, Looked], tmp_path: Path) -> None:

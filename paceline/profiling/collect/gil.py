@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from paceline.profiling.collect.tools import (
+    OUT,
     Folded,
     ToolRun,
     complaint,
@@ -101,24 +100,19 @@ def look_at_gil(
                 break
     except AttachError as error:
         return GilLook(None, Level(id="2", name=LEVEL_NAMES["2"], ok=False, reason=str(error), costs=COSTS))
-    except OSError as error:  # a full disk, a temporary folder that is gone
-        reason, fix = f"no temporary folder for py-spy: {error.strerror}", "set TMPDIR to a folder with space"
-        return GilLook(None, Level(id="2", name=LEVEL_NAMES["2"], ok=False, reason=reason, fix=fix, costs=COSTS))
     return _look(pid, halves)
 
 
 def _half(
     pid: int, length: int, tool: str, rate: int, cancel: threading.Event | None, names: Mapping[int, str] | None
 ) -> _Half:
-    with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
-        file = Path(folder) / "gil.txt"
-        # --idle: before Python 3.11 it takes a holder inside of `wait` of threading.py for idle, and leaves it out
-        argv = [tool, "record", "--gil", "--nonblocking", "--idle", "-r", str(rate), "-d", str(length)]
-        run = run_tool([*argv, "-f", "raw", "-t", "-o", str(file), "-p", str(pid)], 2 * length + 15.0, cancel)
-        said = _SAID.search(run.stdout)
-        if said is None:
-            return _Half(run)
-        stacks, bad = parse_folded(file.read_text(errors="replace"), names)
+    # --idle: before Python 3.11 it takes a holder inside of `wait` of threading.py for idle, and leaves it out
+    argv = [tool, "record", "--gil", "--nonblocking", "--idle", "-r", str(rate), "-d", str(length)]
+    run = run_tool([*argv, "-f", "raw", "-t", "-o", OUT, "-p", str(pid)], 2 * length + 15.0, cancel)
+    said = _SAID.search(run.stdout)
+    if said is None:
+        return _Half(run)
+    stacks, bad = parse_folded(run.file, names)
     errors = int(said[2])
     tried = rate * length - 1
     if run.ended or _was_cut(run):

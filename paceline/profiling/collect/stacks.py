@@ -12,17 +12,16 @@ import math
 import os
 import random
 import re
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline.profiling.collect.tools import (
     GRACE_S,
+    OUT,
     STOPPED,
     StopMeter,
     Stops,
@@ -367,8 +366,6 @@ def sample_native(
         return _record(pid, plan, dump, tool, budget, cancel, names)
     except AttachError as error:
         return no_level("4", str(error))
-    except OSError as error:  # a full disk, a temporary folder that is gone
-        return no_level("4", f"no temporary folder for py-spy: {error.strerror}", "set TMPDIR to a folder with space")
 
 
 def _failed(pid: int, run: ToolRun, stops: Stops) -> StackLook:
@@ -406,21 +403,18 @@ def _record(
     names: Mapping[int, str] | None,
 ) -> StackLook:
     executable = _executable(pid)
-    with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
-        file = Path(folder) / "native.txt"
-        argv = [tool, "record", "--native", "--idle", "-r", str(plan.rate), "-d", str(plan.seconds)]
-        with StopMeter(pid) as meter:
-            run = run_tool(
-                [*argv, "-f", "raw", "-t", "-o", str(file), "-p", str(pid)],
-                2.0 * plan.seconds + 20.0,
-                cancel,
-                # py-spy looks for SIGINT once a sample
-                grace_s=GRACE_S + 3.0 / plan.rate,
-            )
-        said = _SAID.search(run.stdout)
-        if said is None:
-            return _failed(pid, run, meter.stops)
-        folded, bad = parse_folded(file.read_text(errors="replace"), names, executable)
+    argv = [tool, "record", "--native", "--idle", "-r", str(plan.rate), "-d", str(plan.seconds)]
+    with StopMeter(pid) as meter:
+        run = run_tool(
+            [*argv, "-f", "raw", "-t", "-o", OUT, "-p", str(pid)],
+            2.0 * plan.seconds + 20.0,
+            cancel,
+            grace_s=GRACE_S + 3.0 / plan.rate,  # py-spy looks for SIGINT once a sample
+        )
+    said = _SAID.search(run.stdout)
+    if said is None:
+        return _failed(pid, run, meter.stops)
+    folded, bad = parse_folded(run.file, names, executable)
     stacks = Stacks("4", pid)
     found = os_thread_ids(pid, {line.tid for line in folded if line.tid > 2**22})
     said_names: dict[int, str] = {}

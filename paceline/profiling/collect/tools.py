@@ -54,6 +54,11 @@ class ToolRun:
     cpu_s: float
     seconds: float
     ended: str = ""
+    file: str = ""
+
+
+OUT = "{out}"
+"""In a tool's arguments: a file in memory that it writes, so that nothing is left on a disk whatever becomes of us."""
 
 
 def run_tool(
@@ -69,11 +74,13 @@ def run_tool(
     Raises: AttachError if it cannot be started.
     """
     started = time.monotonic()
-    with _memory_file() as out, _memory_file() as err:
+    with _memory_file() as out, _memory_file() as err, _memory_file() as file:
         child = None
         ended = ""
         try:
-            child = _Child(argv, out.fileno(), err.fileno())
+            place = f"/proc/self/fd/{file.fileno()}"
+            argv = [place if each == OUT else each for each in argv]
+            child = _Child(argv, out.fileno(), err.fileno(), file.fileno())
             ended = child.wait(timeout_s, cancel)
             if ended:
                 child.end(grace_s)
@@ -85,13 +92,13 @@ def run_tool(
             if child is not None:
                 child.kill()
         seconds = time.monotonic() - started
-        return ToolRun(child.returncode, _text(out), _text(err), child.cpu_s, seconds, ended)
+        return ToolRun(child.returncode, _text(out), _text(err), child.cpu_s, seconds, ended, _text(file))
 
 
 class _Child:
     """A started program, and what became of it."""
 
-    def __init__(self, argv: Sequence[str], out: int, err: int) -> None:
+    def __init__(self, argv: Sequence[str], out: int, err: int, file: int) -> None:
         if shutil.which(argv[0]) is None:  # else it would be the guard that says so
             raise AttachError(f"cannot start {argv[0]}: there is no such program, or it may not be run. Reinstall it.")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RUST_")}
@@ -103,6 +110,7 @@ class _Child:
                 stdout=out,
                 stderr=err,
                 env=environment,
+                pass_fds=[file],
                 start_new_session=True,
             )
         except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -77,17 +76,6 @@ def test_a_refusal_is_said_in_words(tmp_path: Path, sleeper: int) -> None:
     assert "not allowed" in look.level.reason
     assert "SYS_PTRACE" in look.level.fix
     assert look.level.costs
-
-
-def test_a_full_disk_is_said_in_words(tmp_path: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As is a temporary folder that is not there."""
-    said = "Error: No space left on device (os error 28)\n"
-    look = look_at_gil(sleeper, 2, tool=fake_tool(tmp_path, stderr=said, code=1))
-    assert "no space" in look.level.reason
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    look = look_at_gil(sleeper, 2, tool=fake_tool(tmp_path))
-    assert not look.level.ok
-    assert "TMPDIR" in look.level.fix
 
 
 def test_a_tool_that_is_gone_is_said_in_words(sleeper: int) -> None:

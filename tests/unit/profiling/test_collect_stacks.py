@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,15 +250,6 @@ def test_a_stopped_process_is_left_alone(tmp_path: Path, sleeper: int) -> None:
     )
     assert not look.level.ok
     assert "stopped" in look.level.reason
-
-
-def test_no_room_for_output_is_said_in_words(tmp_path: Path, sleeper: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with a traceback."""
-    path = fake_tool(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    look = native(sleeper, 2, path)
-    assert not look.level.ok
-    assert "TMPDIR" in look.level.fix
 
 
 # Live.

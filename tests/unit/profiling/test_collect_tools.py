@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.profiling.collect import tools
-from paceline.profiling.collect.tools import StopMeter, ToolRun, complaint, left_stopped, parse_folded, run_tool
+from paceline.profiling.collect.tools import OUT, StopMeter, ToolRun, complaint, left_stopped, parse_folded, run_tool
 from paceline.profiling.evidence import AttachError, Frame
 
 # Programs to look at, and where the tools are; the tests of the levels use these as well.
@@ -494,3 +494,9 @@ def test_no_text_is_too_odd(text: str) -> None:
     parse_folded(text)
     parse_folded(f"thread (1): {text} 5")
     tools.parse_frame(text)
+
+
+def test_what_a_tool_writes_stays_in_memory() -> None:
+    """Its output file is none on a disk: a full one does not matter, and nothing is left behind."""
+    run = run_tool(["sh", "-c", 'echo said; echo written > "$1"', "sh", OUT], 10.0)
+    assert (run.stdout, run.file, run.returncode) == ("said\n", "written\n", 0)

@@ -189,3 +189,19 @@ def test_gpus_of_others_do_not_count() -> None:
     assert found["gpu.limited"].value == 0.75
     assert found["gpu.clock"].value == 0.75
     assert found["gpu.pcie"].value == 0.25
+
+
+def test_what_python_stacks_cannot_tell_apart_refutes_nothing() -> None:
+    """A convoy at a lock looks like any native call there: a lock is not ruled out, and pausing would tell."""
+    levels = tuple(Level(id=id, name=id, ok=True) for id in ("1", "3"))  # type: ignore[arg-type]
+    thread = Thread(pid=7, tid=7, name="worker", is_main=True, cpu=figure(0.3))
+    found = judged(report(levels=levels, threads=(thread,), stacks=stacks("3", ("other", "unknown.asleep", 200))))
+    lock = next(each for each in found.hypotheses if each.id == "lock")
+    assert found.observations["critical.lock"].high > 0.9
+    assert lock.outcome == "undecided" and "--allow-pause" in lock.next
+
+
+def test_where_every_thread_waits_nobody_is_accused() -> None:
+    """There is no cause, and the user is told how to judge a thread all the same."""
+    found = judged(report(critical=()))
+    assert found.conclusion.cause == "" and "--thread" in found.conclusion.next
