@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.profiling.evidence import AttachError, Conclusion, Evidence, Figure, Hypothesis
+from paceline.profiling.verdict import UNTOLD
 
 ENOUGH = 2.0
 """Points that support a hypothesis, or refute it."""
@@ -36,9 +37,6 @@ FELT = 1.03
 
 MAX_GAIN = 100.0
 """Of a cause that takes all of the time."""
-
-UNTOLD = 10.0
-"""Above this a gain is little more than that nothing else was seen: only its lower end is told."""
 
 LONGEST_LOOK_S = 300.0
 

@@ -37,6 +37,8 @@ PAUSE = 20.0
 """A window that kept the drafter busy for so many times the median held a validation, a save or a compilation."""
 MAX_SHARE = 0.999
 """What capacities and gains are computed from at most, so that they stay finite."""
+UNTOLD = 10.0
+"""Above this a gain says little more than that one side hardly works: only its lower end is told."""
 
 _T_95 = {9: 2.262, 10: 2.228, 11: 2.201}
 """Student's t, two-sided 95 %, by degrees of freedom."""
@@ -122,7 +124,7 @@ class Verdict:
         """A few words for a line of progress."""
         if self.gain is None:
             return self.kind
-        return f"{self.kind} {self.gain.value:.2f}x [{self.gain.low:.2f}-{self.gain.high:.2f}]"
+        return f"{self.kind} {_times(self.gain)}"
 
     def record(self) -> dict[str, Any]:
         """For JSON; all figures are finite."""
@@ -505,6 +507,8 @@ def _gain(share: float) -> float:
 
 
 def _times(gain: Estimate) -> str:
+    if gain.value > UNTOLD:
+        return f"at least {gain.low:.1f}x"
     return f"{gain.value:.2f}x [{gain.low:.2f}-{gain.high:.2f}]"
 
 

@@ -339,7 +339,7 @@ def test_pure_launches_are_launch_overhead_and_no_synchronisation(driver: Path) 
 
 
 def test_pure_waits_are_synchronisation(driver: Path) -> None:
-    """All of the time in waits for the stream; whether the device is busy meanwhile cannot be seen here, and is next."""
+    """All of the time in waits for the stream; whether the device is busy meanwhile is unknown, and is asked next."""
     with running("fake_cuda.py", str(driver), "0", "waiting") as process:
         report = look_natively(process.pid, "waiting", SECONDS).report
     assert report.observations["critical.sync"].value > 0.9
