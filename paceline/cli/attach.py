@@ -225,7 +225,7 @@ def _batches_per_step(config: RunConfig | None) -> int:
 
 def _asking(run: RunFolder) -> Any:
     def asked(verb: str, **arguments: Any) -> dict[str, Any]:
-        timeout_s = 10.0 + float(arguments.get("seconds", 0.0))
+        timeout_s = 2.0 + float(arguments.get("seconds", 0.0))
         try:
             return ask(run.path / PROFILE_FOLDER / CONTROL_SOCKET, verb, timeout_s=timeout_s, **arguments)
         except ControlError as error:
@@ -249,16 +249,20 @@ def _recent(run: RunFolder) -> list[Window]:
 
 @contextlib.contextmanager
 def _ending_in_order() -> Iterator[None]:
-    """While entered, SIGTERM ends the look as Ctrl-C does: tools first, and nothing of the process left stopped."""
+    """While entered, SIGTERM, and SIGHUP of a terminal that goes, end the look as Ctrl-C does: tools first.
+
+    Nothing of the process is left stopped, and counting is put back.
+    """
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     except KeyboardInterrupt:
         print("\nended early; the process goes on as before", file=sys.stderr)
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

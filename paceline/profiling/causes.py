@@ -40,6 +40,9 @@ MAX_GAIN = 100.0
 
 LONGEST_LOOK_S = 300.0
 
+OFF_CPU = {"gil", "lock", "sleep", "input"}
+"""Causes by which a thread is on no CPU."""
+
 Figures = Mapping[str, Figure]
 
 
@@ -106,7 +109,6 @@ CAUSES: tuple[Cause, ...] = (
             _ON_GPU,
         ),
         ("launch", "launches", "launching", "dispatch", "overhead", "cpu-bound"),
-        gain=("critical.launching",),
         is_state=True,
     ),
     Cause(
@@ -117,6 +119,7 @@ CAUSES: tuple[Cause, ...] = (
             Clue("critical.gil_wait", "the thread waits for the GIL", "> 0.2", "< 0.05", 2, must=True, veto=True),
             Clue("gil.share", "somebody holds the GIL", "> 0.7", "< 0.2", 1, veto=True),
             Clue("critical.blocked", "the thread waits for something else", "", "> 0.5", 2, veto=True),
+            Clue("critical.cpu", "the thread is on a CPU", "", "> 0.85", 2, veto=True),
         ),
         ("gil", "interpreter"),
         gain=("critical.gil_wait", "gil.held_by_others"),
@@ -126,7 +129,7 @@ CAUSES: tuple[Cause, ...] = (
         "gpu-bound",
         "GPU-bound: the GPU always has work, the CPU waits for it",
         (
-            Clue("drained", _DRAINED, "< 0.2", "> 0.7", 2, must=True, veto=True),
+            Clue("drained", _DRAINED, "< 0.4", "> 0.7", 2, must=True, veto=True),
             Clue("critical.device_wait", "waits for the GPU or its launch queue", "> 0.3", "< 0.05", 1.5, must=True),
             Clue("gpu.utilisation", _UTILISATION, "> 0.9", "< 0.5", 1, veto=True),
             _ON_GPU,
@@ -280,7 +283,7 @@ CAUSES: tuple[Cause, ...] = (
         "a lock: the thread waits for one that others hold",
         (
             Clue("critical.lock", "waits for a lock", "> 0.2", "< 0.05", 2, must=True, veto=True),
-            Clue("critical.cpu", "the thread is on a CPU", "< 0.5", "> 0.9", 0.5),
+            Clue("critical.cpu", "the thread is on a CPU", "< 0.5", "> 0.9", 0.5, veto=True),
         ),
         ("lock", "locks", "convoy", "mutex"),
         gain=("critical.lock",),
@@ -290,7 +293,7 @@ CAUSES: tuple[Cause, ...] = (
         "the thread sleeps, or looks again and again whether there is something to do",
         (
             Clue("critical.sleep", "sleeps", "> 0.2", "< 0.05", 2, must=True, veto=True),
-            Clue("critical.cpu", "the thread is on a CPU", "< 0.5", "> 0.9", 0.5),
+            Clue("critical.cpu", "the thread is on a CPU", "< 0.5", "> 0.9", 0.5, veto=True),
         ),
         ("sleep", "sleeps", "polling"),
         gain=("critical.sleep",),
@@ -300,7 +303,7 @@ CAUSES: tuple[Cause, ...] = (
         "starved by its queue: the thread waits for what others should bring",
         (
             Clue("critical.queue_wait", "waits for a queue", "> 0.2", "< 0.05", 2, must=True, veto=True),
-            Clue("critical.cpu", "the thread is on a CPU", "< 0.5", "> 0.9", 0.5),
+            Clue("critical.cpu", "the thread is on a CPU", "< 0.5", "> 0.9", 0.5, veto=True),
         ),
         ("input", "data", "loader", "dataloader", "queue", "loading"),
         gain=("critical.queue_wait",),
@@ -473,7 +476,7 @@ def _weighed(clue: Clue, figure: Figure | None) -> Evidence:
 def _is_past(figure: Figure, comparison: str) -> bool:
     """Whether all of the interval is past the threshold; a narrow one is taken by its middle."""
     sign, threshold = comparison[0], float(comparison[1:])
-    is_narrow = figure.high - figure.low <= 2 * NARROW
+    is_narrow = figure.high - figure.low <= 2 * min(NARROW, threshold / 4)
     if sign == ">":
         return (figure.value if is_narrow else figure.low) > threshold
     return (figure.value if is_narrow else figure.high) < threshold
@@ -516,15 +519,23 @@ def _gain_of(cause: Cause, figures: Figures) -> Figure | None:
     share = next((figures[key] for key in cause.gain if key in figures), None)
     if share is None or share.value <= 0.0:
         return None
+    if share.unit == "frac" and cause.id in OFF_CPU and "critical.cpu" in figures:
+        most = max(0.0, 1.0 - figures["critical.cpu"].low)  # who waits is on no CPU
+        ends = (min(share.low, most), min(share.high, most))
+        share = share.model_copy(update={"value": min(share.value, most), "interval": ends})
     busy, limit = figures.get("gpu.busy"), figures.get("side.gain")
-    side = 1.0 / max(1.0, limit.value) if limit is not None else 0.0
-    device = busy.value if busy is not None and figures.get("process.cuda", share).value > 0.5 else 0.0
+    on_gpu = busy is not None and figures.get("process.cuda", share).value > 0.5
 
-    def gain(part: float, floor: float) -> float:
-        return min(MAX_GAIN, 1.0 / max(1.0 - min(part, 1.0), floor, 1.0 / MAX_GAIN))
+    def gain(part: float, device: float, side: float) -> float:
+        floor = max(device, 1.0 / max(1.0, side) if side else 0.0, 1.0 / MAX_GAIN)
+        return min(MAX_GAIN, 1.0 / max(1.0 - min(part, 1.0), floor))
 
-    floor = max(side, device)
-    value, low, high = (gain(part, floor) for part in (share.value, share.low, share.high))
+    value, low, high = (
+        gain(part, getattr(busy, idle) if on_gpu else 0.0, getattr(limit, end) if limit is not None else 0.0)
+        for part, idle, end in (
+            (share.value, "value", "value"), (share.low, "high", "low"), (share.high, "low", "high"),
+        )
+    )  # fmt: skip
     return Figure(
         value=value, interval=(low, high), unit="ratio", level=share.level, rules=share.rules, samples=share.samples
     )

@@ -30,8 +30,13 @@ PROBE_S = 0.01
 LONG_WAKE_S = 150e-6
 """Waking this much later than a free interpreter does means that somebody held its lock."""
 
+SHARE = 0.02
+"""Of a core, and of the interpreter's lock, that sampling may take."""
 MAX_STACKS = 2_000
 MAX_DEPTH = 60
+MAX_CHARACTERS = 400_000
+
+_sampling = threading.Lock()
 
 
 def allocator_counters() -> dict[str, Any]:
@@ -66,28 +71,45 @@ def sample_frames(seconds: float, seed: int | None = None) -> dict[str, Any]:
 
     Args:
         seconds: Up to 30.
+    Raises: RuntimeError while another such request runs.
     Returns: ``stacks``: thread number, frames (outermost first, ``name (file:line)``) and count; ``samples``;
         ``probe``: wakes and late ones, for the share of time in which the lock was held for more than 150 us.
     """
-    seconds = min(max(seconds, 0.1), 30.0)
-    draw = random.Random(seed)
+    if not _sampling.acquire(blocking=False):
+        raise RuntimeError("stacks are being sampled already: try again after that")
+    try:
+        return _sampled(min(max(seconds, 0.1), 30.0), random.Random(seed))
+    finally:
+        _sampling.release()
+
+
+def _sampled(seconds: float, draw: random.Random) -> dict[str, Any]:
     probe: dict[str, int] = {}
     prober = threading.Thread(target=_probe_lock, args=(seconds, random.Random(draw.random()), probe), daemon=True)
     prober.start()
     counts: Counter[tuple[int, tuple[str, ...]]] = Counter()
-    end, samples = time.monotonic() + seconds, 0
+    end, samples, spent_s = time.monotonic() + seconds, 0, 0.0
     own = {threading.get_ident(), prober.ident}
     while (now := time.monotonic()) < end:
-        time.sleep(min(draw.expovariate(1 / EVERY_S), end - now))
-        numbers = {thread.ident: thread.native_id for thread in threading.enumerate()}
-        for ident, frame in sys._current_frames().items():
-            if ident not in own and len(counts) < MAX_STACKS:
-                counts[numbers.get(ident) or 0, _names_of(frame)] += 1
+        time.sleep(min(max(draw.expovariate(1 / EVERY_S), spent_s / SHARE), end - now))
+        began = time.thread_time()
+        _count_stacks(counts, own)
+        spent_s = time.thread_time() - began
         samples += 1
     prober.join(timeout=1.0)
     stacks = [{"tid": tid, "frames": list(frames), "count": count} for (tid, frames), count in counts.most_common()]
     names = {str(thread.native_id): thread.name for thread in threading.enumerate() if thread.native_id}
-    return _within_bounds({"stacks": stacks, "samples": samples, "probe": probe, "names": names, "pid": os.getpid()})
+    return {"stacks": _within_bounds(stacks), "samples": samples, "probe": probe, "names": names, "pid": os.getpid()}
+
+
+def _count_stacks(counts: Counter[tuple[int, tuple[str, ...]]], own: set[int | None]) -> None:
+    """Once over all threads; no frame outlives it, which would keep the tensors in it."""
+    numbers = {thread.ident: thread.native_id for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident not in own:
+            key = numbers.get(ident) or 0, _names_of(frame)
+            if key in counts or len(counts) < MAX_STACKS:
+                counts[key] += 1
 
 
 def _names_of(frame: FrameType | None) -> tuple[str, ...]:
@@ -120,8 +142,11 @@ def _runqueue_ns() -> int:
         return 0
 
 
-def _within_bounds(answer: dict[str, Any], at_most: int = 900_000) -> dict[str, Any]:
-    """Without the rarest stacks where the answer would not go through the socket."""
-    while len(json.dumps(answer)) > at_most and answer["stacks"]:
-        answer["stacks"] = answer["stacks"][: len(answer["stacks"]) // 2]
-    return answer
+def _within_bounds(stacks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the rarest, where the answer would not go through the socket."""
+    size = 0
+    for number, stack in enumerate(stacks):
+        size += sum(len(frame) + 8 for frame in stack["frames"]) + 40
+        if size > MAX_CHARACTERS:
+            return stacks[:number]
+    return stacks

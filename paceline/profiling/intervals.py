@@ -273,6 +273,7 @@ def _record(stats: ProfileStats) -> dict[str, Any]:
         }
     if stats.lag_count:
         record |= {
+            "lag_count": stats.lag_count,
             "lag_avg_ms": round(stats.lag_ns / stats.lag_count / 1e6, 4),
             "drained_frac": round(stats.drained / stats.lag_count, 4),
         }

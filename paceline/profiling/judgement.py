@@ -66,8 +66,7 @@ def figures_of(report: Report) -> dict[str, Figure]:
     if uses_cuda is not None:
         figures["process.cuda"] = Figure.read(float(uses_cuda), "1")
     roles = {role for thread in report.threads if (thread.pid, thread.tid) in critical for role in _roles(thread)}
-    for role in sorted(roles):
-        figures |= observe.of_stages(report.stages, role)
+    figures |= observe.of_stages(report.stages, roles)
     figures |= observe.of_device(report.stages, figures)
     if report.queue is not None:
         figures |= observe.of_queue(report.queue)

@@ -7,6 +7,7 @@ afterwards, only when allowed, within a budget that is reckoned beforehand and m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import platform
 import threading
 import time
@@ -232,7 +233,9 @@ def _window(
     stages = StageWatch(run.pages) if run is not None and run.pages else None
     readable = [each.pid for each in pythons if may[each.pid].can_read_memory] if py_spy else []
     count = max(20, round(TOOL_SHARE * wish.seconds / DUMP_S / max(1, len(readable))))
-    counters: list[dict[str, Any]] = []
+    counters = [_asked(run, "allocator")]  # outside of the window: a process that hangs keeps the answer
+    if "error" in counters[0] and run is not None:
+        run = dataclasses.replace(run, ask=None)
     with contextlib.ExitStack() as stack:
         if stages is not None:
             stages.start()
@@ -243,7 +246,6 @@ def _window(
         stack.callback(watch.stop)
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=2 * MAX_PYTHONS + 2))
         stack.enter_context(_cancelling(cancel))
-        counters.append(_asked(run, "allocator"))
         gil_looks: dict[int, Future[GilLook]] = {}
         stack_looks: dict[int, Future[StackLook]] = {}
         for pid in readable:
@@ -256,7 +258,6 @@ def _window(
         if not readable and run is not None and run.ask is not None:
             inside = pool.submit(_asked, run, "frames", seconds=min(30.0, wish.seconds))
         cancel.wait(wish.seconds)
-        counters.append(_asked(run, "allocator"))
         seen = _Seen(list(tree), watch.stop())
         seen.gils = {pid: future.result() for pid, future in gil_looks.items()}
         taken = {pid: future.result() for pid, future in stack_looks.items()}
@@ -268,6 +269,7 @@ def _window(
         seen.names |= {(pid, tid): name for tid, name in took.names.items()}
     if frames:
         _take_frames(seen, frames)
+    counters.append(_asked(run, "allocator"))
     seen.allocator = _allocator(counters)
     seen.collectives = tuple(_asked(run, "collectives").get("entries", ()))
     why, fix = _no_stacks(pythons, may, py_spy, py_spy_fix)
@@ -313,6 +315,10 @@ def _native(
         if py_spy is None:
             reason, fix = "py-spy is not installed", "pip install py-spy"
         seen.levels += [_no_level("4", reason, fix), _no_level("4b", reason, fix)]
+        return
+    identity = next((Identity(each.pid, each.started) for each in seen.processes if each.pid == where), None)
+    if identity is None or not is_same(identity):
+        seen.levels += [_no_level("4", "the process has ended"), _no_level("4b", "the process has ended")]
         return
     native = has_native_torch(where)
     say(f"native stacks of process {where}: up to {wish.native_seconds:g} s, stopping at most {wish.budget:.0%} of it")
@@ -404,7 +410,8 @@ def _critical(seen: _Seen, stacks: Sequence[Stack], pipeline: Verdict | None, pi
         return found
     if seen.stages is not None and seen.stages.names:
         side = _slow_side(pipeline)
-        found = {key for key, (role, _) in seen.stages.names.items() if f"+{side}" in f"+{role}"}
+        # of a process that looks from another pid namespace, or was forked, the page has other numbers
+        found = {key for key, (role, _) in seen.stages.names.items() if f"+{side}" in f"+{role}" and key in threads}
         if found:
             return found
     shares = by_thread([stack for stack in stacks if stack.level in ("3", "6")])
@@ -461,8 +468,8 @@ def _halves(seen: _Seen, critical: set[Key]) -> tuple[dict[str, Figure], ...]:
                 )
         if seen.stages is not None and len(seen.stages.halves) == 2:
             names = seen.stages.names
-            for role in sorted({role for key in critical if key in names for role in names[key][0].split("+")}):
-                figures |= observe.of_stages(seen.stages.halves[half], role)
+            roles = {role for key in critical if key in names for role in names[key][0].split("+")}
+            figures |= observe.of_stages(seen.stages.halves[half], roles)
         halves.append(figures)
     return tuple(halves) if any(halves) else ()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from paceline.profiling.evidence import (
     CATEGORIES,
@@ -81,9 +82,9 @@ def of_stacks(stacks: Iterable[Stack], level: LevelId, critical: set[Key]) -> di
     def share(matches: Callable[[Stack], bool], of: Sequence[Stack] = ours) -> Figure:
         hits, whole = [stack for stack in of if matches(stack)], sum(stack.count for stack in of)
         count = sum(stack.count for stack in hits)
-        low, high = wilson(count, whole)
-        if not is_native:  # what cannot be told apart may all be this
-            high = wilson(count + sum(stack.count for stack in of if stack.category == "other"), whole)[1]
+        low, _ = wilson(count, whole)
+        unknown = sum(stack.count for stack in of if stack.category == "other" and not matches(stack))
+        _, high = wilson(count + unknown, whole)  # what cannot be told apart may all be this
         return Figure(
             value=count / whole,
             interval=(low, high),
@@ -114,16 +115,19 @@ def of_stacks(stacks: Iterable[Stack], level: LevelId, critical: set[Key]) -> di
 
 
 def of_gil(gil: Gil, critical: set[Key]) -> dict[str, Figure]:
-    """The lock, the critical threads' part of it, and everybody else's."""
+    """The lock, the critical threads' part of it, and everybody else's; a probe from inside knows no holders."""
 
     def figure(share: float) -> Figure:
         return Figure(
             value=share, interval=wilson(share * gil.samples, gil.samples), level=gil.level, samples=gil.samples
         )
 
+    share = Figure(value=gil.share, interval=gil.interval, level=gil.level, samples=gil.samples)
+    if gil.level == "6":
+        return {"gil.share": share}
     own = math.fsum(holder.share for holder in gil.holders if (gil.pid, holder.tid) in critical)
     return {
-        "gil.share": Figure(value=gil.share, interval=gil.interval, level=gil.level, samples=gil.samples),
+        "gil.share": share,
         "gil.held_by_others": figure(min(1.0, max(0.0, gil.share - own))),
         "critical.gil": figure(min(1.0, own)),
     }
@@ -133,7 +137,7 @@ def of_host(host: Host, threads: Sequence[Thread], processes: Sequence[Process])
     """The machine, and how much of it the process tree takes."""
     figures = {}
     if host.cpus > 0:
-        figures["host.load_per_cpu"] = Figure.read(host.load / host.cpus, "1", "count")
+        figures["host.load_per_cpu"] = Figure.read(host.load / max(host.cores, host.cpus), "1", "count")
         used = math.fsum(thread.cpu.value for thread in threads if thread.cpu is not None)
         figures["process.cpus_used"] = Figure.read(used, "1", "count")
     if host.throttled is not None:
@@ -194,40 +198,48 @@ def of_gpus(gpus: Sequence[Gpu]) -> dict[str, Figure]:
     return figures
 
 
-def of_stages(records: Sequence[Mapping], role: str) -> dict[str, Figure]:  # type: ignore[type-arg]
-    """Shares of a role's wall time in each of its stages, and whether the GPU ran dry behind them.
+def of_stages(records: Sequence[Mapping], roles: set[str]) -> dict[str, Figure]:  # type: ignore[type-arg]
+    """Shares of the roles' wall time in each of their stages, and whether the GPU ran dry behind them.
 
     Where stages are timed on the GPU, shares are of its time, as wall time there is that of launching. Stages inside
-    others have their share of the whole too.
+    others have their share of the whole too. A run at either end of the window may be missed: an interval is as wide.
+    Stages of one batch run dry together, so that there are as many samples as batches.
     """
-    mine = [record for record in records if str(record.get("role", "")) == role]
-    if not mine:
-        return {}
-    wall_ms, totals, device = 0.0, dict[str, float](), dict[str, float]()
-    lag, drained, lagged = 0.0, 0.0, 0
+    mine = [record for record in records if str(record.get("role", "")) in roles]
+    walls: dict[tuple[Any, Any], float] = {}
+    totals, device, runs = dict[str, float](), dict[str, float](), dict[str, int]()
+    lag = drained = weights = 0.0
+    batches = lagged = 0
     for record in mine:
-        wall_ms += 1e3 * float(record.get("wall_s", 0.0))
+        thread = (record.get("pid"), record.get("tid"))
+        walls[thread] = max(walls.get(thread, 0.0), 1e3 * float(record.get("wall_s", 0.0)))
         every = int(record.get("sampled_one_in", 1))
+        batches += int(record.get("batches", 0))
         for name, stage in record.get("stages", {}).items():
+            name = "create_block_mask" if name == "create_block_mask_swa" else name
             totals[name] = totals.get(name, 0.0) + float(stage.get("total_ms", 0.0)) * every
+            runs[name] = runs.get(name, 0) + int(stage.get("count", 0))
             if stage.get("device_count"):
                 device[name] = device.get(name, 0.0) + float(stage["device_avg_ms"]) * float(stage["count"]) * every
-            if "lag_avg_ms" in stage:
-                count = int(stage["device_count"])
+            if "lag_avg_ms" in stage and name not in INSIDE:
+                count = int(stage.get("lag_count", stage["device_count"]))
                 lag += float(stage["lag_avg_ms"]) * count
                 drained += float(stage.get("drained_frac", 0.0)) * count
-                lagged += count
-    if wall_ms <= 0.0:
-        return {}
-    shares = {name: min(1.0, total / wall_ms) for name, total in totals.items()}
-    if device:
-        shares |= {name: min(1.0, total / wall_ms) for name, total in device.items()}
-    for name in ("create_block_mask_swa",):
-        shares["create_block_mask"] = shares.get("create_block_mask", 0.0) + shares.pop(name, 0.0)
-    figures = {f"stage.{name}": Figure.read(share, "0") for name, share in shares.items()}
+                weights += count
+                lagged = max(lagged, count)
+    wall_ms = math.fsum(walls.values())
+    figures: dict[str, Figure] = {}
+    if wall_ms > 0.0 and batches >= 2:
+        for name, total in totals.items():
+            share = min(1.0, device.get(name, total) / wall_ms)
+            half = share / max(1, runs[name])
+            interval = (max(0.0, share - half), min(1.0, share + half))
+            figures[f"stage.{name}"] = Figure(value=share, interval=interval, level="0", samples=runs[name])
     if lagged:
-        figures["drained"] = Figure(value=drained / lagged, interval=wilson(drained, lagged), level="0", samples=lagged)
-        figures["lag_ms"] = Figure.read(lag / lagged, "0", "ms")
+        share = drained / weights
+        interval = wilson(share * lagged, lagged)
+        figures["drained"] = Figure(value=share, interval=interval, level="0", samples=lagged)
+        figures["lag_ms"] = Figure.read(lag / weights, "0", "ms")
     return figures
 
 
@@ -238,6 +250,7 @@ def of_device(records: Sequence[Mapping], figures: Mapping[str, Figure]) -> dict
     time on the GPU holds gaps, and the driver's figure stands unless theirs is the smaller one.
     """
     busy_s = dry_s = seconds = 0.0
+    timed = 0
     for record in records:
         seconds = max(seconds, float(record.get("interval_s", 0.0)))
         every = int(record.get("sampled_one_in", 1))
@@ -245,11 +258,14 @@ def of_device(records: Sequence[Mapping], figures: Mapping[str, Figure]) -> dict
             if stage.get("device_count") and name not in INSIDE:
                 part = float(stage["device_avg_ms"]) * float(stage["count"]) * every / 1e3
                 busy_s += part
+                timed = max(timed, int(stage["device_count"]))
                 dry_s += part * float(stage.get("drained_frac", 0.0))
     utilisation = figures.get("gpu.utilisation")
     if busy_s <= 0.0 or seconds <= 0.0:
         return {"gpu.busy": utilisation} if utilisation is not None else {}
-    busy = Figure.read(min(1.0, busy_s / seconds), "0")
+    share = busy_s / seconds
+    low, high = (min(1.0, share * (1 + sign / timed)) for sign in (-1, 1))  # a batch more or less of those timed
+    busy = Figure(value=min(1.0, share), interval=(low, high), level="0", samples=timed)
     if dry_s <= DRY * busy_s:
         return {"gpu.busy": busy}
     return {"gpu.busy": min((busy, utilisation), key=lambda each: each.value)} if utilisation is not None else {}
@@ -259,7 +275,10 @@ def of_ranks(stacks: Iterable[Stack], main_threads: Mapping[int, set[Key]], leve
     """How differently processes wait in collectives: one that never does is what the others wait for."""
     shares, least = [], math.inf
     found = list(stacks)
-    for keys in main_threads.values():
+    seen = {stack.pid for stack in found if stack.level == level and stack.category == "collective"}
+    for pid, keys in main_threads.items():
+        if pid not in seen:  # no rank: a worker that loads data, or compiles
+            continue
         mine = [stack for stack in found if stack.level == level and (stack.pid, stack.tid) in keys]
         samples = sum(stack.count for stack in mine)
         if samples >= MIN_STACKS:

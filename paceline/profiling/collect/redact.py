@@ -13,7 +13,7 @@ COMMAND_CHARACTERS = 200
 _MASK = "***"
 _SECRET = re.compile(
     r"key|token|secret|passw|passphrase|passcode|pwd|credential|auth|cookie|dsn|bearer|signature|private|jwt|session|"
-    r"connection.?string|webhook",
+    r"connection.?string|webhook|(?<![a-z])(?:sig|pw|pat)(?![a-z])",
     re.IGNORECASE,
 )
 _HARMLESS = re.compile(r"tokeni[sz][a-z]*|authors?(?![a-z])|keyboard|keyword|keyframe|keypoint|monkey", re.IGNORECASE)

@@ -121,6 +121,8 @@ class StageWatch:
                 if thread.is_live and thread.tid:
                     role, _ = names.get((snapshots[-1].pid, thread.tid), ("", ""))
                     names[snapshots[-1].pid, thread.tid] = ("+".join(filter(None, (role, thread.role))), thread.thread)
+        if main[0].control.serial != main[-1].control.serial:
+            self._problem = "counting was switched during the look: stages are of a part of it"
         rates = [_rate(main, name) for name in ("step", "tokens")]
         seconds = (main[-1].taken_ns - main[0].taken_ns) / 1e9
         return StageLook(
@@ -140,7 +142,8 @@ class StageWatch:
 def page_of(pid: int) -> Path | None:
     """The page that the process has open, if it is one of ours.
 
-    The path is as the process sees it: in a container that may be another place, and there is none then.
+    The path is as the process sees it; in a container that may be another place, and its own number another one: then
+    it is looked at as a stranger.
     """
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
@@ -148,8 +151,9 @@ def page_of(pid: int) -> Path | None:
                 path = line.rstrip("\n").split(" ", 5)[-1].strip()
                 if path.endswith(".page") and "/paceline-" in path:
                     for place in (Path(path), Path(f"/proc/{pid}/root{path}")):
-                        if os.access(place, os.R_OK):
-                            return place
+                        with contextlib.suppress(PageError):
+                            if read_page(place).pid == pid:  # a fork has its parent's, a container other numbers
+                                return place
     except OSError:
         return None
     return None

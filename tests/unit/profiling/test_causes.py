@@ -178,9 +178,16 @@ def test_full_launch_queue_is_no_launch_overhead() -> None:
 
 def test_gain_ends_where_the_gpu_is_busy() -> None:
     """Removing a CPU-side cause cannot make a GPU faster than it is."""
-    found = by_id(judge_causes(HEALTHY | LAUNCH_BOUND | {"gpu.busy": share(0.8, 0.0, "5")}))["launch-overhead"]
+    figures = HEALTHY | FAULTS["explicit-sync"] | {"gpu.busy": share(0.8, 0.05, "5")}
+    found = by_id(judge_causes(figures))["explicit-sync"]
     assert found.gain is not None
     assert found.gain.value == pytest.approx(1.25)
+    assert found.gain.low == pytest.approx(1 / 0.85) and found.gain.high == pytest.approx(1 / 0.75)
+
+
+def test_a_state_has_no_gain() -> None:
+    """What a sound program is bound by cannot be removed."""
+    assert by_id(judge_causes(HEALTHY | LAUNCH_BOUND))["launch-overhead"].gain is None
 
 
 def test_gain_of_a_lock_is_the_time_waited_for_it() -> None:

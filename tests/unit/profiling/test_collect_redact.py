@@ -21,6 +21,7 @@ HEX = "0123456789abcdef" * 3
         (["python", "train.py", "--lr", "1e-4"], "python train.py --lr 1e-4"),
         (["/opt/env/bin/python3", "/home/me/code/proj/train.py"], ".../bin/python3 .../proj/train.py"),
         (["t", "--config=/a/b/c/d.yaml", "a/b.py", "~/x/y/z"], "t --config=.../c/d.yaml a/b.py .../y/z"),
+        (["t", "--pw", "x", "--pat", "y", "https://h/b?sig=z"], "t --pw *** --pat *** https://h/b?sig=***"),
         (["t", "--api-key", "x", "y"], "t --api-key *** y"),
         (["t", "--api-key=x=y z"], "t --api-key=***"),
         (["t", "-password", "x"], "t -password ***"),

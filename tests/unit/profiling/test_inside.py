@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
+
+import pytest
 
 from paceline.profiling import inside
 
@@ -49,9 +52,42 @@ def test_a_held_lock_is_felt() -> None:
 def test_the_answer_fits_through_the_socket() -> None:
     """The rarest stacks go first."""
     stacks = [{"tid": i, "frames": ["x" * 1000], "count": 2000 - i} for i in range(2000)]
-    kept = inside._within_bounds({"stacks": stacks})["stacks"]
+    kept = inside._within_bounds(stacks)
     assert len(json.dumps(kept)) < 900_000
     assert kept[0]["count"] == 2000
+
+
+def test_one_at_a_time() -> None:
+    """A second request is refused while the first one samples: looking must not add up."""
+    first = threading.Thread(target=inside.sample_frames, args=(1.0,))
+    first.start()
+    time.sleep(0.3)
+    with pytest.raises(RuntimeError, match="already"):
+        inside.sample_frames(0.1)
+    first.join()
+
+
+def test_no_frame_is_kept_alive() -> None:
+    """What a function held is let go as it returns, though its thread is being sampled."""
+
+    class Tensor:
+        pass
+
+    alive: list[bool] = []
+
+    def work() -> None:
+        for _ in range(40):
+            tensor = Tensor()
+            seen = weakref.ref(tensor)
+            (lambda held: time.sleep(0.01))(tensor)
+            del tensor
+            alive.append(seen() is not None)
+
+    sampler = threading.Thread(target=inside.sample_frames, args=(0.6,))
+    sampler.start()
+    work()
+    sampler.join()
+    assert sum(alive) <= 2  # one may be looked at in just that moment
 
 
 def test_without_cuda_there_are_no_counters() -> None:

@@ -59,6 +59,7 @@ def report(**changes: Any) -> Report:
         "stacks": stacks("4", ("launch", "launch.kernel", 30), ("dispatch", "dispatch.operator", 60),
                          ("autograd", "autograd.wait_queue", 40), ("python", "python.frame", 10)),
         "stages": ({"role": "drafter-0", "pid": 7, "wall_s": 10.0, "interval_s": 10.0,
+                    "batches": 50,
                     "stages": {"forward": stage(device_count=8, device_avg_ms=110.0, lag_count=8, lag_avg_ms=0.002,
                                                 drained_frac=1.0),
                                "layers": stage(device_count=8, device_avg_ms=9.0)}},),
@@ -101,8 +102,59 @@ def test_stages_that_ran_dry_do_not_say_how_busy_the_gpu_is() -> None:
     figures = figures_of(report())
     assert figures["gpu.busy"].value == pytest.approx(0.2)
     full = stage(device_count=8, device_avg_ms=11.0, lag_count=8, lag_avg_ms=30.0, drained_frac=0.0)
-    records = ({"role": "drafter-0", "wall_s": 1.0, "interval_s": 1.0, "stages": {"forward": full, "layers": full}},)
+    stages = {"forward": full, "layers": full}
+    records = ({"role": "drafter-0", "wall_s": 1.0, "interval_s": 1.0, "batches": 50, "stages": stages},)
     assert figures_of(report(stages=records))["gpu.busy"].value == pytest.approx(0.55)
+
+
+def test_stages_of_one_batch_are_one_sample() -> None:
+    """They run dry together: seven batches with nothing dry leave room for a third of them."""
+    busy = {"device_count": 7, "device_avg_ms": 10.0, "lag_count": 7, "lag_avg_ms": 50.0, "drained_frac": 0.0}
+    names = ("h2d_sync", "forward", "backward", "optimizer", "layers")
+    records = ({"role": "drafter-0", "wall_s": 1.0, "interval_s": 1.0, "batches": 50,
+                "stages": {name: stage(**busy) for name in names}},)  # fmt: skip
+    drained = figures_of(report(stages=records))["drained"]
+    assert drained.samples == 7 and drained.value == 0.0 and 0.3 < drained.high < 0.4
+
+
+def test_both_roles_of_a_thread_are_looked_at() -> None:
+    """A target that keeps the GPU busy does not hide a drafter behind which it runs dry."""
+    busy = stage(device_count=10, device_avg_ms=10.0, lag_count=10, lag_avg_ms=50.0, drained_frac=0.0)
+    dry = stage(device_count=10, device_avg_ms=10.0, lag_count=10, lag_avg_ms=0.0, drained_frac=1.0)
+    records = tuple(
+        {"role": role, "pid": 7, "tid": 7, "wall_s": 10.0, "interval_s": 10.0, "batches": 50, "stages": {name: what}}
+        for role, name, what in (("target-0", "model_forward", busy), ("drafter-0", "forward", dry))
+    )
+    figures = figures_of(report(stages=records))
+    assert figures["drained"].value == pytest.approx(0.5)
+    assert figures["stage.forward"].value == pytest.approx(0.05)  # of the thread's time, which both share
+
+
+def test_a_probe_from_inside_knows_no_holders() -> None:
+    """How much of the time the lock is held is known, and not that others hold it."""
+    gil = Gil(pid=7, share=0.9, interval=(0.85, 0.94), level="6", samples=300)
+    found = judged(report(gils=(), gil=gil))
+    assert found.observations["gil.share"].value == 0.9
+    assert "gil.held_by_others" not in found.observations
+    assert next(each for each in found.hypotheses if each.id == "gil").outcome != "supported"
+
+
+def test_a_thread_that_never_waits_is_no_victim_of_the_lock() -> None:
+    """A matrix product beside a thread that holds the interpreter for most of the time."""
+    gil = Gil(pid=7, share=0.85, interval=(0.82, 0.88), samples=1000,
+              holders=(Holder(tid=8, name="hog", share=0.82, interval=(0.79, 0.85)),))  # fmt: skip
+    thread = Thread(pid=7, tid=7, name="matmul", is_main=True, cpu=figure(0.99))
+    found = judged(report(threads=(thread,), gils=(gil,), stacks=(), stages=()))
+    assert next(each for each in found.hypotheses if each.id == "gil").outcome != "supported"
+    assert found.conclusion.cause == "cpu-compute" or found.conclusion.cause == ""
+
+
+def test_stacks_without_symbols_refute_nothing() -> None:
+    """Of a level that is mostly unmatched nothing can be said against a cause."""
+    found = judged(report(stacks=stacks("4", ("other", "", 94), ("launch", "launch.kernel", 6))))
+    against = {each.key for h in found.hypotheses for each in h.evidence if each.effect == "refutes"}
+    native = {key for key in against if key.startswith("critical.") and found.observations[key].level == "4"}
+    assert native == set()
 
 
 def test_python_stacks_say_nothing_about_native_code() -> None:
@@ -149,15 +201,15 @@ def test_a_stopped_process_has_no_cause() -> None:
 
 
 def test_ranks_that_wait_differently_are_told() -> None:
-    """A rank that never waits in collectives is what the others wait for."""
+    """A rank that hardly waits in collectives is what the others wait for; a process without any is no rank."""
     both = [
         Stack(level="4", pid=pid, tid=pid, frames=(Frame(name="x"),), count=count, category=category)  # type: ignore[arg-type]
-        for pid, category, count in ((1, "collective", 80), (1, "launch", 20), (2, "launch", 100))
+        for pid, category, count in ((1, "collective", 81), (1, "launch", 19), (2, "launch", 99), (2, "collective", 1))
     ]
     found = observe.of_ranks(both, {1: {(1, 1)}, 2: {(2, 2)}}, "4")
     assert found["collective.spread"].value == pytest.approx(0.8)
     assert found["collective.spread"].low > 0.2
-    assert observe.of_ranks(both, {1: {(1, 1)}}, "4") == {}
+    assert observe.of_ranks(both[:-1], {1: {(1, 1)}, 2: {(2, 2)}}, "4") == {}
 
 
 def test_counters_of_the_allocator_are_driver_calls() -> None:
