@@ -85,6 +85,10 @@ def clean(value: object) -> str:
     return printable(" ".join(str(value).split()))
 
 
+UNTOLD = 10.0
+"""Above this a gain says little more than that one side hardly works: only its lower end is told."""
+
+
 def figure_text(figure: object) -> str:
     """A figure with its interval: ``41 % [36-47]``, ``1.19x [1.15-1.23]``; without one where it was read."""
     if not isinstance(figure, dict) or not is_number(figure.get("value")):
@@ -101,6 +105,8 @@ def figure_text(figure: object) -> str:
     text = show(scale * value) + name
     if len(ends) != 2 or ends[0] == ends[1]:
         return text
+    if unit == "ratio" and value > UNTOLD:
+        return f"at least {short(ends[0])}x"
     return f"{text} [{show(scale * ends[0])}-{show(scale * ends[1])}]"
 
 
