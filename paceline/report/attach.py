@@ -231,7 +231,7 @@ def _headline(report: Record) -> Html:
     busiest = max(utilisations, key=lambda each: value_of(each) or 0.0, default=None)
     steps = short_rate(value_of(report["steps_per_s"])) if report.get("steps_per_s") else ""
     known = [
-        (conclusion.get("gain"), "gain at most", gain_means(conclusion)),
+        (conclusion.get("gain"), "gain", gain_means(conclusion)),
         (queue.get("get_wait"), "of the time the drafter waits", "for features (get)"),
         (queue.get("put_wait"), "of the time targets wait", "for room in the queue (put)"),
         ({"value": gil.get("share"), "interval": items_of(gil, "interval")}, "of the time the GIL is held", ""),
