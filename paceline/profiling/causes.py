@@ -119,7 +119,7 @@ CAUSES: tuple[Cause, ...] = (
             Clue("critical.gil_wait", "the thread waits for the GIL", "> 0.2", "< 0.05", 2, must=True, veto=True),
             Clue("gil.share", "somebody holds the GIL", "> 0.7", "< 0.2", 1, veto=True),
             Clue("critical.blocked", "the thread waits for something else", "", "> 0.5", 2, veto=True),
-            Clue("critical.cpu", "the thread is on a CPU", "", "> 0.85", 2, veto=True),
+            Clue("critical.cpu", "the thread is on a CPU", "", "> 0.85", 1, veto=True),
         ),
         ("gil", "interpreter"),
         gain=("critical.gil_wait", "gil.held_by_others"),

@@ -73,6 +73,7 @@ def _lines(report: Record, width: int, num_threads: int) -> list[str]:
     lines = textwrap.wrap(heading(report), width, max_lines=2, placeholder=" …")
     lines += ["", *_verdict(report, width), *_pipeline(report, width)]
     lines += ["", *_threads(report, width, num_threads), *_gil(report, width), *_critical(report, width)]
+    lines += _stages(report, width)
     lines += ["", *_hypotheses(report, width), *_levels(report, width), *_notes(report, width)]
     return [line.rstrip() for line in lines]
 
@@ -84,6 +85,9 @@ def clean(value: object) -> str:
     """A foreign text in one line; it cannot steer a terminal."""
     return printable(" ".join(str(value).split()))
 
+
+INSIDE = {"create_block_mask", "create_block_mask_swa", "layers", "chunked_loss", "recompute"}
+"""Stages whose time is in that of another."""
 
 UNTOLD = 10.0
 """Above this a gain says little more than that one side hardly works: only its lower end is told."""
@@ -436,6 +440,26 @@ def _critical(report: Record, width: int) -> list[str]:
         if known:
             label = "DOES" if not lines else ""
             lines += _wrapped(label, f"{thread_name(thread)}: {', '.join(known)}", width, most=2)
+    return lines
+
+
+def _stages(report: Record, width: int) -> list[str]:
+    """The largest stages of each role, by share of its time; those inside others are left out."""
+    lines: list[str] = []
+    for record in items_of(report, "stages"):
+        role, wall_s = clean(record.get("role") or ""), value_of(record.get("wall_s"))
+        if not role.startswith(("target", "drafter")) or not wall_s:
+            continue
+        every = value_of(record.get("sampled_one_in")) or 1.0
+        shares = {
+            clean(name): (value_of(stage.get("total_ms")) or 0.0) * every / 1e3 / wall_s
+            for name, stage in part_of(record, "stages").items()
+            if isinstance(stage, dict) and name not in INSIDE
+        }
+        largest = sorted(((share, name) for name, share in shares.items() if share >= 0.01), reverse=True)[:5]
+        if largest and len(lines) < 6:
+            told = ", ".join(f"{name} {share_text(min(1.0, share))}" for share, name in largest)
+            lines += _wrapped("STAGES" if not lines else "", f"{role}: {told}", width, most=1)
     return lines
 
 

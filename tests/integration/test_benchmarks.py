@@ -152,3 +152,23 @@ def test_work_is_counted_as_it_is_done() -> None:
     assert step.useful_flop(fp8, draft, counts) == done
     half = step.useful_flop(step.WORK_UNIT, draft, counts | {"predictions": 2048.0 * 7.5})
     assert done - half == pytest.approx(4 * 4096 * 151_936 * 2048 * 7.5)
+
+
+@pytest.mark.slow
+def test_a_planted_fault_is_looked_at_and_judged_again(tmp_path: Path) -> None:
+    """A run with a sleeping drafter, looked at from outside, the fault removed, and the saved look judged again."""
+    out, keep = tmp_path / "faults.json", tmp_path / "keep"
+    keep.mkdir()
+    arguments = ["--device", "cpu", "--cases", "slow-drafter", "--seconds", "3", "--keep", str(keep), "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.faults"]
+    done = subprocess.run([*command, *arguments, "--native-seconds", "5"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["cases"]["slow-drafter"]
+    assert "error" not in found, found
+    assert found["kind"] in ("consumer-bound", "undecided") and "sleep" in found["supported"]
+    assert found["gain_measured"] > 1.0
+    again = subprocess.run(
+        [*command, "--judge", str(out), "--keep", str(keep)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    assert json.loads(out.read_text())["cases"]["slow-drafter"]["line"] == found["line"]

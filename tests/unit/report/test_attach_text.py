@@ -169,3 +169,10 @@ def test_wide_letters_take_two_columns() -> None:
     """Names of East Asian scripts are cut by the columns that they take."""
     assert shortened("漢字漢字", 5) == "漢字…" and columns_of("漢字…") == 5
     assert clean("a\tb\x1bc") == "a b\\x1bc"
+
+
+def test_stages_of_each_role_are_told() -> None:
+    """The largest first, without those inside others; a stranger has none."""
+    text = render_text(pipeline_report())
+    assert "STAGES    target-0: target_prefill 94 %" in text
+    assert "STAGES" not in render_text(foreign_report())
