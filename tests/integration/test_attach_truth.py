@@ -27,10 +27,10 @@ from paceline.profiling.diff import diff, load_report
 from paceline.profiling.evidence import Figure, Hypothesis, Report, Thread
 from paceline.profiling.look import Wish, look
 from tests.integration.test_profile_live import SLOW_TRAINING, Run, command, environment, started, until
+from tests.programs import FOLDER, running
 from tests.toy import Toy
 from tests.unit.profiling.test_collect_tools import tool
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
 PATIENCE_S = 90.0
 SECONDS = 3.0
 POINTS = 0.06
@@ -44,27 +44,6 @@ STARVED = 0.05
 def py_spy() -> str:
     """Path of py-spy; without the right to read a child nothing here can be told."""
     return tool("py-spy")
-
-
-@contextlib.contextmanager
-def running(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A program of ours that is at work."""
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAMS / arguments[0]), *arguments[1:]],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(**variables),
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
 
 
 @dataclass(frozen=True)
@@ -204,7 +183,9 @@ def test_a_victim_of_the_gil_is_told_so() -> None:
 def test_multiplying_matrices_is_compute_and_a_suspicion_of_the_gil_is_refuted() -> None:
     """Native code without the GIL: the user's own hypothesis is answered first, by a clear no."""
     pytest.importorskip("numpy")
-    with running("matmul.py", "numpy", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1") as process:
+    with running(
+        "matmul.py", "numpy", environment=environment(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    ) as process:
         looked = look_at(process.pid, hypothesis="gil contention?")
     first = looked.report.hypotheses[0]
     assert (first.id, first.asked, first.outcome) == ("gil", True, "refuted"), first
@@ -254,7 +235,7 @@ def test_a_thread_without_a_cpu_is_starved_for_as_long_as_the_kernel_says() -> N
 def test_a_training_loop_on_the_cpu_is_compute() -> None:
     """Of plain PyTorch, in its main thread, nothing to do with the GIL or with a GPU."""
     pytest.importorskip("torch")
-    with running("train_loop.py", OMP_NUM_THREADS="1") as process:
+    with running("train_loop.py", environment=environment(OMP_NUM_THREADS="1")) as process:
         looked = look_at(process.pid)
     report = looked.report
     assert looked.critical().is_main and looked.critical().name == "MainThread"
@@ -289,7 +270,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("no C compiler here")
     library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = PROGRAMS / "fake_cuda.c"
+    source = FOLDER / "fake_cuda.c"
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-s", "-o", str(library), str(source)], check=True)
     return library
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,8 @@ import pytest
 from paceline.profiling.classify import classify
 from paceline.profiling.evidence import Frame, Stack
 from paceline.profiling.statistics import wilson
+from tests.programs import FOLDER, running
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
 PATIENCE_S = 60.0
 POINTS = 0.05
 """Allowed beyond the 95 % interval, for a machine that is busy with other things."""
@@ -31,7 +28,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("no C compiler here")
     library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = PROGRAMS / "fake_cuda.c"
+    source = FOLDER / "fake_cuda.c"
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-s", "-o", str(library), str(source)], check=True)
     return library
 
@@ -44,23 +41,6 @@ def py_spy() -> str:
     if found is None:
         pytest.skip("py-spy is not installed")
     return found
-
-
-@contextlib.contextmanager
-def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A program of ours that is at work."""
-    command = [sys.executable, str(PROGRAMS / arguments[0]), *arguments[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.3)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
 
 
 def record(py_spy: str, pid: int, folder: Path) -> dict[str, Counter[str]]:
