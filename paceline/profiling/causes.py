@@ -570,7 +570,10 @@ def _is_settled(first: Hypothesis, other: Hypothesis) -> bool:
     """Whether the first one's gain is clearly the larger, so that points need not decide."""
     if _costs(first) != _costs(other):
         return True
-    return first.gain is not None and other.gain is not None and first.gain.low > other.gain.high
+    if first.gain is None or other.gain is None:
+        return False
+    # neither in the other's interval: intervals that overlap at their ends may still be apart
+    return first.gain.low > other.gain.value and first.gain.value > other.gain.high
 
 
 def _splitting(first: Hypothesis, second: Hypothesis) -> tuple[str, float]:

@@ -218,6 +218,14 @@ def test_equal_causes_are_a_tie() -> None:
     assert "lock" in verdict.line and "input" in verdict.line
 
 
+def test_a_clearly_larger_cause_is_no_tie() -> None:
+    """A thread that waits for a lock two thirds of the time and sleeps the rest is held up by the lock."""
+    both = FAULTS["lock"] | {"critical.lock": share(0.65, 0.15), "critical.sleep": share(0.35, 0.14)}
+    verdict = conclude(judge_causes(HEALTHY | both))
+    assert verdict.cause == "lock"
+    assert "also sleep" in verdict.line
+
+
 @pytest.mark.parametrize(
     ("text", "id"),
     [
