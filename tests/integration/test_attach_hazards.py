@@ -28,8 +28,9 @@ from paceline.profiling.collect.tools import thread_ids, thread_stat
 from paceline.profiling.diff import load_report
 from paceline.profiling.evidence import Report
 from paceline.profiling.look import Wish, look
-from tests.integration.test_attach_truth import PATIENCE_S, running
+from tests.integration.test_attach_truth import PATIENCE_S
 from tests.integration.test_profile_live import command, environment, until
+from tests.programs import running
 from tests.unit.profiling.test_collect_tools import tool
 
 SECRET = "SECRETSECRET"
@@ -60,7 +61,9 @@ main()
 @pytest.fixture(scope="module")
 def hog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
     """A program that goes on for longer than the tests of this file, with secrets in its command and environment."""
-    with running("gil_hog.py", "0.5", "--api-key", SECRET, f"--password={SECRET}", TOKEN=TOKEN) as process:
+    with running(
+        "gil_hog.py", "0.5", "--api-key", SECRET, f"--password={SECRET}", environment=environment(TOKEN=TOKEN)
+    ) as process:
         yield process
 
 
