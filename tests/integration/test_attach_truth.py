@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,14 +19,16 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.attach import _meant
 from paceline.config import dump_config
+from paceline.profiling import look as look_module
 from paceline.profiling.causes import asked_ids
 from paceline.profiling.collect.threads import parse_schedstat
 from paceline.profiling.diff import diff, load_report
 from paceline.profiling.evidence import Figure, Hypothesis, Report, Thread
 from paceline.profiling.look import Wish, look
 from tests.integration.test_profile_live import SLOW_TRAINING, Run, command, environment, started, until
-from tests.programs import FOLDER, running
+from tests.programs import compiled_driver, running
 from tests.toy import Toy
 from tests.unit.profiling.test_collect_tools import tool
 
@@ -266,13 +267,7 @@ def test_a_training_loop_that_waits_for_its_loader_is_told_so() -> None:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``libcuda.so.1`` without a device."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = FOLDER / "fake_cuda.c"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-s", "-o", str(library), str(source)], check=True)
-    return library
+    return compiled_driver(tmp_path_factory.mktemp("driver"))
 
 
 def look_natively(pid: int, thread: str, seconds: float) -> Looked:
@@ -405,6 +400,25 @@ def test_a_run_of_ours_is_known_by_its_process_too(training: Run, tmp_path: Path
     check_our_run(Report.model_validate(json.loads(done.stdout)), training)
     assert not training.snapshot().control.is_on
     assert training.process.poll() is None
+
+
+def test_without_the_right_to_read_it_a_run_of_ours_samples_itself(
+    training: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stacks and the lock's share come through its socket; who holds the lock is then unknown, and accuses nobody."""
+    monkeypatch.setattr(look_module, "tool", lambda name: (None, f"pip install {name}"))
+    pid, run = _meant(str(training.path))
+    report = look(pid, Wish(seconds=2.0), run=run)
+    level = report.level("6")
+    assert level is not None and level.ok and level.samples > 5
+    names = {thread.tid: thread.name for thread in report.threads}
+    sampled = {names.get(stack.tid) for stack in report.stacks if stack.level == "6"}
+    assert {"MainThread", "target-0"} <= sampled, sampled
+    assert report.gil is not None and report.gil.level == "6" and report.gil.holders == ()
+    assert "gil.share" in report.observations and "gil.held_by_others" not in report.observations
+    assert judged(report, "gil").outcome != "supported"
+    missing = {each.id: each.fix for each in report.levels if not each.ok}
+    assert missing["2"] == missing["3"] == "pip install py-spy"
 
 
 # Looks held against each other.

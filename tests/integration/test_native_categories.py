@@ -14,7 +14,7 @@ import pytest
 from paceline.profiling.classify import classify
 from paceline.profiling.evidence import Frame, Stack
 from paceline.profiling.statistics import wilson
-from tests.programs import FOLDER, running
+from tests.programs import compiled_driver, running
 
 PATIENCE_S = 60.0
 POINTS = 0.05
@@ -24,13 +24,7 @@ POINTS = 0.05
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``libcuda.so.1`` without a device, its internals stripped like the real one's."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = FOLDER / "fake_cuda.c"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-s", "-o", str(library), str(source)], check=True)
-    return library
+    return compiled_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture(scope="module")

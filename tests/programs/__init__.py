@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 FOLDER = Path(__file__).parent
 
@@ -27,3 +30,14 @@ def running(*arguments: str, environment: Mapping[str, str] | None = None) -> It
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def compiled_driver(folder: Path) -> Path:
+    """``libcuda.so.1`` without a device, its internals stripped like the real one's; without a compiler: a skip."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    library = folder / "libcuda.so.1"
+    source = FOLDER / "fake_cuda.c"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-s", "-o", str(library), str(source)], check=True)
+    return library

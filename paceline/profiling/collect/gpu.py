@@ -132,7 +132,7 @@ class GpuWatch:
         """Whether the driver lists one of the processes; in another pid namespace its numbers mean nothing here."""
         try:
             listed = {int(each.pid) for each in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)}
-        except Exception:
+        except Exception:  # NVMLError is made at run time, and drivers lack some questions
             return None
         if listed & self._pids:
             return True
