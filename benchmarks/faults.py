@@ -406,7 +406,7 @@ def work_on(program: str) -> None:
     """A loop with a known bottleneck, until it is killed."""
     x = torch.ones(64, device="cuda")
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    small = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    middle = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     print("ready", flush=True)
     while True:
         if program == "tiny":
@@ -414,9 +414,7 @@ def work_on(program: str) -> None:
                 x = x * 1.0
             torch.cuda.synchronize()
         elif program == "waits":
-            for _ in range(20):
-                small @ small
-            float(small.max())
+            float((middle @ middle).max())
         elif program == "products":
             for _ in range(20):
                 a @ a

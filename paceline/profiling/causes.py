@@ -120,6 +120,8 @@ CAUSES: tuple[Cause, ...] = (
             Clue("gil.share", "somebody holds the GIL", "> 0.7", "< 0.2", 1, veto=True),
             Clue("critical.blocked", "the thread waits for something else", "", "> 0.5", 2, veto=True),
             Clue("critical.cpu", "the thread is on a CPU", "", "> 0.85", 1, veto=True),
+            # without native stacks, this tells it from waits for the GPU
+            Clue("drained", _DRAINED, "> 0.7", "< 0.1", 0.5),
         ),
         ("gil", "interpreter"),
         gain=("critical.gil_wait", "gil.held_by_others"),
@@ -519,12 +521,16 @@ def _gain_of(cause: Cause, figures: Figures) -> Figure | None:
     share = next((figures[key] for key in cause.gain if key in figures), None)
     if share is None or share.value <= 0.0:
         return None
-    if share.unit == "frac" and cause.id in OFF_CPU and "critical.cpu" in figures:
-        most = max(0.0, 1.0 - figures["critical.cpu"].low)  # who waits is on no CPU
-        ends = (min(share.low, most), min(share.high, most))
-        share = share.model_copy(update={"value": min(share.value, most), "interval": ends})
     busy, limit = figures.get("gpu.busy"), figures.get("side.gain")
     on_gpu = busy is not None and figures.get("process.cuda", share).value > 0.5
+    if on_gpu and cause.id == "allocator-churn" and "drained" not in figures:
+        return None  # the driver's work on memory counts as busy too, and only stages tell the two apart
+    # who waits is on no CPU; beside a GPU, handing the GIL over slows launches down too
+    is_capped = cause.id in OFF_CPU and not (on_gpu and cause.id == "gil")
+    if share.unit == "frac" and is_capped and "critical.cpu" in figures:
+        most = max(0.0, 1.0 - figures["critical.cpu"].low)
+        ends = (min(share.low, most), min(share.high, most))
+        share = share.model_copy(update={"value": min(share.value, most), "interval": ends})
 
     def gain(part: float, device: float, side: float) -> float:
         floor = max(device, 1.0 / max(1.0, side) if side else 0.0, 1.0 / MAX_GAIN)
