@@ -115,11 +115,11 @@ CAUSES: tuple[Cause, ...] = (
         "gil",
         "GIL contention: other threads keep the interpreter from the one that matters",
         (
-            Clue("gil.held_by_others", "other threads hold the GIL", "> 0.3", "< 0.1", 1.5, must=True, veto=True),
-            Clue("critical.gil_wait", "the thread waits for the GIL", "> 0.2", "< 0.05", 2, must=True, veto=True),
+            Clue("gil.held_by_others", "other threads hold the GIL", "> 0.2", "< 0.1", 1.5, must=True, veto=True),
+            Clue("critical.gil_wait", "the thread waits for the GIL", "> 0.08", "< 0.04", 2, must=True, veto=True),
             Clue("gil.share", "somebody holds the GIL", "> 0.7", "< 0.2", 1, veto=True),
             Clue("critical.blocked", "the thread waits for something else", "", "> 0.5", 2, veto=True),
-            Clue("critical.cpu", "the thread is on a CPU", "", "> 0.85", 1, veto=True),
+            Clue("critical.cpu", "the thread is on a CPU", "", "> 0.92", 1, veto=True),
             # without native stacks, this tells it from waits for the GPU
             Clue("drained", _DRAINED, "> 0.7", "< 0.1", 0.5),
         ),

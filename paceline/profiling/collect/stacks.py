@@ -52,6 +52,8 @@ H200 (2026-11-30): 16 to 23 ms for stacks through libtorch_cuda where a plain du
 MAX_RATE = 20
 MOMENTS = 60
 """Moments that are worth a longer window: a share of a half is then known to 13 %."""
+LEAST_MOMENTS = 20
+"""Below, a window is not worth its stops: a share of a half is known to 21 % then."""
 MAX_ERRORS = 0.05
 """Share of moments without a stack above which the rest may be lopsided."""
 
@@ -289,12 +291,16 @@ class Plan:
     """How native stacks are taken.
 
     Attributes:
+        rate: Moments a second.
+        seconds: Length of the recording.
         predicted: Share of the window in which the target will stand still.
+        rest: Seconds of the window after the recording, in which the target is left alone.
     """
 
     rate: int
     seconds: int
     predicted: float
+    rest: int = 0
 
 
 def plan_native(
@@ -302,8 +308,9 @@ def plan_native(
 ) -> Plan | None:
     """The shortest window, from `seconds` on, that has `MOMENTS` moments within the budget; else the one with the most.
 
-    Predicted is ``(first_s + rate * seconds * stop_s) / seconds``. Rates and windows are whole, as py-spy wants. None:
-    not even one moment a second fits.
+    Predicted is ``(first_s + rate * seconds * stop_s) / seconds``. Rates and windows are whole, as py-spy wants. Where
+    one moment a second, the least that py-spy can, is too much for the longest window, a part of it is recorded and the
+    target left alone for the rest. None: not even `LEAST_MOMENTS` fit.
     """
     best: Plan | None = None
     begin = max(1, math.ceil(seconds))
@@ -317,6 +324,11 @@ def plan_native(
             best = plan
         if rate * window >= MOMENTS or rate == max_rate:
             return plan
+    if best is None:
+        window = max(begin, int(max_seconds))
+        moments = math.floor((budget * window - first_s) / stop_s + 1e-9)
+        if moments >= LEAST_MOMENTS:
+            best = Plan(1, moments, (first_s + moments * stop_s) / window, window - moments)
     return best
 
 
@@ -382,12 +394,12 @@ def _over_budget(
     seconds: float, stop_s: float, first_s: float, budget: float, max_seconds: float, cpu_s: float
 ) -> StackLook:
     longest = max(1.0, math.floor(max(max_seconds, seconds)))
-    least = (first_s + longest * stop_s) / longest
+    moments = min(longest, LEAST_MOMENTS)
+    least = (first_s + moments * stop_s) / longest
     fix = f"--pause-budget {math.ceil(1000 * least) / 1000:g}"
-    if budget > stop_s:
-        fix += f" or --native-seconds {math.ceil(first_s / (budget - stop_s)):d}"
+    fix += f" or --native-seconds {math.ceil((first_s + LEAST_MOMENTS * stop_s) / budget):d}"
     reason = (
-        f"one sample a second for {longest:.0f} s would stop it for {100 * least:.1f} % of the time "
+        f"{moments:.0f} samples in {longest:.0f} s would stop it for {100 * least:.1f} % of the time "
         f"({first_s:.2f} s to read symbols and {1000 * stop_s:.1f} ms a sample), over the budget of {100 * budget:g} %"
     )
     return no_level("4", reason, fix, disturbance=Disturbance(predicted_stop_frac=least, tool_cpu_s=cpu_s))
@@ -411,6 +423,8 @@ def _record(
             cancel,
             grace_s=GRACE_S + 3.0 / plan.rate,  # py-spy looks for SIGINT once a sample
         )
+        if plan.rest and not run.ended and not is_gone(pid):
+            (cancel or threading.Event()).wait(plan.rest)
     said = _SAID.search(run.stdout)
     if said is None:
         return _failed(pid, run, meter.stops)

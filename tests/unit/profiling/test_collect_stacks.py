@@ -155,16 +155,23 @@ def test_moments_lie_in_the_window(seconds: float, count: int, seed: int) -> Non
     most=st.floats(1.0, 60.0),
 )
 def test_a_plan_keeps_to_its_budget(seconds: float, stop_s: float, first_s: float, budget: float, most: float) -> None:
-    """Within whole rates and windows; and there is one where one sample a second would do."""
+    """Within whole rates and windows; and there is one where the least number of samples would do."""
     plan = plan_native(seconds, stop_s, first_s, budget, most)
     longest = max(-(-seconds // 1), most // 1)
     if plan is None:
-        assert (first_s + longest * stop_s) / longest > budget - 1e-6
+        assert (first_s + min(longest, stacks.LEAST_MOMENTS) * stop_s) / longest > budget - 1e-6
         return
     assert 1 <= plan.rate <= stacks.MAX_RATE
-    assert seconds <= plan.seconds <= longest
-    assert plan.predicted == pytest.approx((first_s + plan.rate * plan.seconds * stop_s) / plan.seconds)
+    window = plan.seconds + plan.rest
+    assert seconds <= window <= longest
+    assert plan.predicted == pytest.approx((first_s + plan.rate * plan.seconds * stop_s) / window)
     assert plan.predicted <= budget + 1e-6
+
+
+def test_a_busy_minute_is_sampled_in_part() -> None:
+    """Where one sample a second is over the budget, as beside a GPU, some are taken and then the process rests."""
+    plan = plan_native(60, 0.032, 0.8, 0.03, 60)
+    assert plan == stacks.Plan(1, 31, pytest.approx(0.0299, abs=1e-3), rest=29)  # type: ignore[arg-type]
 
 
 def test_more_threads_make_for_fewer_samples() -> None:
