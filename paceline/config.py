@@ -40,6 +40,14 @@ class Run(_Section):
     are used up."""
     max_hours: float | None = Field(default=None, gt=0.0)
     """Wall-clock limit of one start, in hours: the run then saves and ends as after a signal. None: no limit."""
+    stall_s: float = Field(default=300.0, ge=0.0)
+    """Seconds without any movement after which the run says where each thread stands, with stacks in the run folder;
+    after twice as long it ends, to be started again. 0: never."""
+    stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM"] | None = None
+    """A signal that stops the run as SIGTERM does, for schedulers that announce the end with another one."""
+    max_bad_batches: int = Field(default=8, ge=0)
+    """Micro-batches of one start that may be left out because their features, loss or gradient is not finite; they are
+    listed in ``bad_batches.jsonl``. One more ends the run."""
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
 
@@ -197,6 +205,8 @@ class Pipeline(_Section):
     """Bytes that may wait there, in GiB; the batch that the drafter needs next always passes."""
     min_ready: int = Field(default=1, ge=1)
     """Batches that must be ready before the drafter takes one; at most `queue_depth`."""
+    max_retries: int = Field(default=2, ge=0)
+    """Times that a batch is made again when the target fails on it, before the run ends. Order and result stay."""
     feature_cache_gib: float = Field(default=0.0, ge=0.0)
     """Host memory for features kept over epochs, in GiB. CPU only: there a document's features are the same bits in
     any packing. 0: off."""
@@ -264,6 +274,8 @@ class RunConfig(_Section):
                 f"pipeline.min_ready={self.pipeline.min_ready} is above pipeline.queue_depth={depth}: "
                 "the drafter would wait for ever"
             )
+        if self.profiling.sigusr1 and self.run.stop_signal == "SIGUSR1":
+            raise ValueError("run.stop_signal=SIGUSR1 with profiling.sigusr1=true: one signal cannot mean both")
         if self.run.deterministic and self.kernels.attention == "flash4":
             raise ValueError(
                 "run.deterministic=true with kernels.attention=flash4: FlashAttention-4 adds gradients up in no fixed "
@@ -281,12 +293,16 @@ FREE_TO_CHANGE = (
     "run.dir",
     "run.device",
     "run.max_hours",
+    "run.stall_s",
+    "run.stop_signal",
+    "run.max_bad_batches",
     "draft.recompute",
     "kernels",
     "topology",
     "pipeline.queue_depth",
     "pipeline.queue_gib",
     "pipeline.min_ready",
+    "pipeline.max_retries",
     "pipeline.feature_cache_gib",
     "checkpoint",
     "eval",
@@ -298,6 +314,16 @@ FREE_TO_CHANGE = (
 """Keys that a resumed run may change. They leave order, batches and schedule alone; `run.device`, `kernels` and
 `topology.threads` change how sums are rounded. The contents behind `target.path` and `data.path` are compared by
 fingerprint instead."""
+
+FREE_LIVE = (
+    "run.max_hours",
+    "run.stall_s",
+    "checkpoint.every_steps",
+    "checkpoint.keep_last",
+    "checkpoint.keep_every",
+    "profiling.interval",
+)
+"""Keys that `paceline set` may change while a run goes on: none has to do with what it computes."""
 
 
 def default_gamma(block_size: int) -> float:
