@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import platform
@@ -31,6 +32,7 @@ import torch
 
 from benchmarks.step import CASES, Bench
 from paceline import __version__
+from paceline.pipeline.coordinator import Coordinator
 from paceline.pipeline.local import InTurn
 from paceline.profiling import page as layout
 from paceline.profiling import stages
@@ -67,7 +69,11 @@ class Steps:
 
     def _features(self) -> Iterator[FeatureBatch]:
         rows = self.bench.rows
-        yield from InTurn(lambda number: self.bench.target.features(rows[number % len(rows)]), 0, 10**9)
+
+        def make_features(number: int) -> FeatureBatch:
+            return self.bench.target.features(dataclasses.replace(rows[number % len(rows)], number=number))
+
+        yield from InTurn(make_features, Coordinator(0, 10**9))
 
 
 @contextlib.contextmanager

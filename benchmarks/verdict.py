@@ -25,6 +25,7 @@ import torch
 from benchmarks.profiling import _without_out
 from benchmarks.step import CASES, Bench
 from paceline import __version__
+from paceline.pipeline.coordinator import Coordinator
 from paceline.pipeline.local import open_stream
 from paceline.profiling.verdict import Verdict, Window, drop_warm_up, judge
 from paceline.records import FeatureBatch
@@ -73,7 +74,7 @@ def run(bench: Bench, scenario: Scenario, has_fault: bool, seconds: float) -> tu
         return FeatureBatch(replace(batch.tokens, number=number), batch.context_feature, batch.last_hidden)
 
     with open_stream(
-        make_features, 0, 10**9, layout="split", targets=1, threads=1, queue_depth=QUEUE_DEPTH,
+        make_features, Coordinator(0, 10**9), layout="split", targets=1, threads=1, queue_depth=QUEUE_DEPTH,
         max_bytes=1 << 30, min_ready=1,
     ) as stream:  # fmt: skip
         started = last = time.perf_counter()

@@ -44,12 +44,14 @@ class PipelineError(PacelineError):
     Attributes:
         role: Name of the role, for example ``target-1``.
         batch: Number of the batch it was working on, or None between batches.
+        may_pass: Whether making the batch again may help.
     """
 
-    def __init__(self, message: str, *, role: str, batch: int | None) -> None:
+    def __init__(self, message: str, *, role: str, batch: int | None, may_pass: bool = False) -> None:
         super().__init__(message)
         self.role = role
         self.batch = batch
+        self.may_pass = may_pass
 
 
 def printable(text: str) -> str:

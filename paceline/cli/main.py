@@ -8,11 +8,11 @@ import sys
 import traceback
 
 import typer
-from rich.console import Console
 from rich.logging import RichHandler
 
 from paceline import __version__
-from paceline.cli import data, demo, doctor, evaluate, inspect, profile, regenerate, train, watch
+from paceline.cli import data, demo, doctor, evaluate, inspect, profile, regenerate, steer, train, watch
+from paceline.cli.progress import stderr_console
 from paceline.errors import PacelineError, PipelineError, printable
 
 app = typer.Typer(
@@ -32,10 +32,13 @@ for verb in (
     train.resume,
     watch.status,
     watch.top,
+    steer.stop,
+    steer.checkpoint,
     evaluate.eval,
     evaluate.export,
 ):
     app.command()(verb)
+app.command("set")(steer.set_)
 app.add_typer(profile.app, name="profile")
 
 
@@ -63,7 +66,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.WARNING,
         format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_time=False, show_path=False)],
+        handlers=[RichHandler(console=stderr_console(highlight=True), show_time=False, show_path=False)],
     )
     logging.getLogger("paceline").setLevel(logging.INFO)
     try:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import errno
+import io
+import logging
+import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -15,8 +21,97 @@ if TYPE_CHECKING:
     from paceline.plan.resolve import ResolvedRun
     from paceline.profiling.verdict import Verdict
 
+log = logging.getLogger(__name__)
+
 PLAIN_INTERVAL_S = 10.0
 """Seconds between plain lines; the first, the last and every validated step are always shown."""
+
+_GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET, errno.ENOTCONN}
+
+
+class LastingStream(io.TextIOBase):
+    """stdout or stderr as they are at the time, whose failures end nothing: a run is worth more than what it says.
+
+    Where nobody reads any more, or the terminal is gone, it is silent from then on; on a full disk as long as it is.
+    """
+
+    def __init__(self, name: Literal["stdout", "stderr"]) -> None:
+        self._name = name
+        self._is_gone = self._has_failed = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last text did not get out, and a later one may."""
+        return self._has_failed and not self._is_gone
+
+    def write(self, text: str, /) -> int:
+        if not self._is_gone and (file := self._file) is not None:
+            try:
+                file.write(text)
+            except UnicodeEncodeError:
+                self.write(text.encode(file.encoding, "backslashreplace").decode(file.encoding))
+            except (OSError, ValueError) as error:  # the latter where it is closed
+                self._failed(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._is_gone and (file := self._file) is not None:
+            try:
+                file.flush()
+                self._has_failed = False
+            except (OSError, ValueError) as error:
+                self._failed(error)
+
+    def isatty(self) -> bool:
+        file = self._file
+        return file is not None and not file.closed and file.isatty()
+
+    def fileno(self) -> int:
+        if (file := self._file) is None:
+            raise io.UnsupportedOperation(f"there is no {self._name}")
+        return int(file.fileno())
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # no text is without one here
+        return getattr(self._file, "encoding", None) or "utf-8"
+
+    @property
+    def _file(self) -> Any:
+        file = getattr(sys, self._name)
+        return getattr(file, "rich_proxied_file", file)  # while a bar is shown, rich stands in its place
+
+    def _failed(self, error: OSError | ValueError) -> None:
+        if not self._has_failed:
+            atexit.register(self._settle)  # else Python ends with code 120, for what its buffers still hold
+        self._has_failed = True
+        if not isinstance(error, OSError) or error.errno in _GONE:
+            self._is_gone = True
+            self._to_nowhere()
+
+    def _settle(self) -> None:
+        try:
+            if not self._is_gone and (file := self._file) is not None:
+                file.flush()
+        except (OSError, ValueError):
+            self._to_nowhere()
+
+    def _to_nowhere(self) -> None:
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._file.fileno())
+
+
+def stderr_console(highlight: bool = False) -> Console:
+    """What rich prints on, with failures that end nothing."""
+    return Console(file=LastingStream("stderr"), highlight=highlight)  # type: ignore[arg-type]  # it has what rich uses
+
+
+def say(text: str) -> None:
+    """Print a line on stdout. That nobody reads it is no failure; on a full disk there is a warning."""
+    stream = LastingStream("stdout")
+    stream.write(text + "\n")
+    stream.flush()
+    if stream.is_full:
+        log.warning("stdout takes no more; it lacks: %s", text)
 
 
 class TrainProgress:
@@ -28,9 +123,8 @@ class TrainProgress:
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._is_broken = False
-        self._console = _Console(stderr=True, highlight=False)
-        self._live = not quiet and sys.stderr.isatty()
+        self._console = stderr_console()
+        self._live = not quiet and self._console.file.isatty()
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._last_plain = 0.0
@@ -43,12 +137,7 @@ class TrainProgress:
 
     def show(self, text: str) -> None:
         """Print what was asked for, such as a profile's table, even when quiet; from any thread."""
-        if self._is_broken:
-            return
-        try:
-            self._console.print(text, markup=False, soft_wrap=True)
-        except (OSError, SystemExit):  # nobody reads any more (rich exits then); the run matters more
-            self._is_broken = True
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def start(self, config: RunConfig, resolved: ResolvedRun, step: int, notes: list[str]) -> None:
         """The run is about to train its first step."""
@@ -94,14 +183,6 @@ class TrainProgress:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
-
-
-class _Console(Console):
-    """Of stderr: rich's own also closes stdout when a pipe breaks, and the report with it."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        raise SystemExit(1)
 
 
 def _describe(line: dict[str, Any]) -> str:

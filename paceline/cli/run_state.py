@@ -13,10 +13,12 @@ import platform
 import pwd
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from paceline.cli.observe import PROFILE_FOLDER
 from paceline.config import RunConfig
@@ -28,11 +30,26 @@ from paceline.profiling.page import PageError, Snapshot, pages_in, read_page
 if TYPE_CHECKING:
     from paceline.profiling.verdict import Verdict
 
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+
 TAIL_BYTES = 256 * 1024
 """Read of a long file's end: some 700 steps of ``metrics.jsonl``."""
 
 RECENT_STEPS = 20
 """Steps that speed and waits are averaged over."""
+
+
+ENDINGS = {
+    "finished": "finished",
+    "failed": "failed",
+    "max_hours": "was stopped by its time limit (run.max_hours)",
+    "stop": "was stopped by `paceline stop`",
+    "stop now": "was ended by `paceline stop --now`, without saving,",
+}
+"""How a run may have ended; besides there are signals."""
+
+SAVE_FAILED = "checkpoint failed"
+"""The event of a checkpoint that could not be written; one that could, `checkpoint`, ends the trouble."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +62,11 @@ class LivePage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``events.jsonl`` says last, apart from checkpoints.
+    """What ``events.jsonl`` says last of beginnings and ends.
 
     Attributes:
-        kind: ``finished``, ``failed``, a signal's name or ``max_hours``; without an ending ``started`` or ``resumed``.
+        kind: ``finished``, ``failed``, a signal's name, ``max_hours``, ``stop`` or ``stop now``; without an ending
+            ``started`` or ``resumed``.
         step, at_s: Then, in seconds since 1970; without an ending those of the last step that was written down.
         reason: Why it failed.
     """
@@ -65,11 +83,9 @@ class Outcome:
 
     def text(self) -> str:
         """How it ended, to follow a subject."""
-        how = f"was stopped ({self.kind}) at"
+        how = ENDINGS.get(self.kind, f"was stopped ({self.kind})") + " at"
         if not self.is_ending:
             how = "was killed, or died without a word, some time after"
-        elif self.kind in ("finished", "failed"):
-            how = f"{self.kind} at"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at_s))
         return f"{how} step {self.step}, {when}" + (f": {one_line(self.reason)}" if self.reason else "")
 
@@ -135,9 +151,35 @@ def holder(run: RunFolder) -> int | None:
     """The process that holds the run's lock, if it still runs (on this host)."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((run.path / "run.lock").read_text(encoding="ascii").strip())
-        if pid > 0 and is_running(pid) and process_state(pid) not in ("", "Z", "X") and _has_lock(pid, run):
+        if pid > 0 and is_running(pid) and process_state(pid) not in ("", "Z", "X") and has_lock_file(pid, run):
             return pid
     return None
+
+
+def has_lock_file(pid: int, run: RunFolder) -> bool:
+    """Whether the process has the run's lock file open; assumed where that may not be looked at."""
+    lock = run.path / "run.lock"
+    try:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if descriptor.samefile(lock):
+                    return True
+    except OSError:
+        return True
+    return False
+
+
+def holds_lock(pid: int, run: RunFolder) -> bool:
+    """Whether the process has locked the run, as far as can be seen: it is not enough to have the file open."""
+    lock = run.path / "run.lock"
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if descriptor.samefile(lock):
+                    details = Path(f"/proc/{pid}/fdinfo/{descriptor.name}").read_text(encoding="utf-8")
+                    if "FLOCK" in details:
+                        return True
+    return False
 
 
 def process_state(pid: int) -> str:
@@ -160,17 +202,82 @@ def report_record(run: RunFolder) -> dict[str, Any]:
 
 def last_outcome(run: RunFolder) -> Outcome | None:
     """None before anything has begun."""
-    events = [line for line in tail_lines(run.path / "events.jsonl") if line.get("event") != "checkpoint"]
+    events = [line for line in _events(run) if _begins_or_ends(str(line.get("event")))]
     if not events:
         return None
     last = events[-1]
-    kind, step, at_s = printable(str(last.get("event"))), int(last.get("step", 0)), float(last.get("time", 0.0))
+    kind, step, at_s = printable(str(last["event"])), _int(last.get("step")), float(last.get("time", 0.0))
     outcome = Outcome(kind, step, at_s, str(last.get("reason", "")))
     if outcome.is_ending:
         return outcome
     with contextlib.suppress(OSError):
         at_s = max(at_s, run.metrics_file.stat().st_mtime)
     return Outcome(kind, max([step, *(line.get("step", 0) for line in recent_metrics(run))]), at_s)
+
+
+def stall_of(run: RunFolder) -> dict[str, Any] | None:
+    """Since when nothing moves, and where threads stand, if that is what the watchdog said last; else None."""
+    for line in reversed(_events(run)):
+        kind = str(line.get("event"))
+        if kind == "stalled":
+            return {"time": float(line.get("time", 0.0)), "reason": str(line.get("reason", ""))}
+        if kind == "moves again" or _begins_or_ends(kind):
+            break
+    return None
+
+
+def save_problem(run: RunFolder) -> str | None:
+    """Why the newest checkpoint is not on the disk, as far as events say."""
+    for line in reversed(_events(run)):
+        kind = str(line.get("event"))
+        if kind == SAVE_FAILED:
+            return str(line.get("reason", "the reason was not written down"))
+        if kind == "checkpoint" or _begins_or_ends(kind):
+            break
+    return None
+
+
+def ledger_of(gauges: Mapping[str, int]) -> dict[str, int] | None:
+    """Micro-batches by what became of them; None before any, or where the page does not say."""
+    if not gauges.get("issued"):
+        return None
+    issued, trained, skipped = (gauges.get(name, 0) for name in ("issued", "trained", "skipped"))
+    in_flight = max(0, issued - trained - skipped)  # they are read one after another
+    return {
+        "issued": trained + in_flight + skipped,
+        "trained": trained,
+        "in_flight": in_flight,
+        "skipped": skipped,
+        "retried": gauges.get("retried", 0),
+    }
+
+
+def ledger_text(ledger: Mapping[str, int]) -> str:
+    """A ledger in a line."""
+    text = "{issued:,} issued = {trained:,} trained + {in_flight:,} in flight + {skipped:,} skipped".format(**ledger)
+    return text + (f"; {ledger['retried']:,} retried" if ledger.get("retried") else "")
+
+
+def num_bad_batches(run: RunFolder) -> int:
+    """Lines of ``bad_batches.jsonl``: micro-batches left out by all processes of the run."""
+    try:
+        with open(run.path / "bad_batches.jsonl", "rb") as file:
+            return sum(line.endswith(b"\n") for line in file)
+    except OSError:
+        return 0
+
+
+def not_running(run: RunFolder) -> CheckpointError:
+    """What to say of a run without a process on this host."""
+    path = printable(str(run.path))
+    outcome, host = last_outcome(run), other_host(run)
+    if host is not None and (outcome is None or not outcome.is_ending):
+        return CheckpointError(f"the process of {path} was started on {host}: give this command there")
+    if outcome is None:
+        return CheckpointError(f"{path} is not running, and never was; `paceline train` starts it")
+    goes_on = "" if outcome.kind == "finished" else f"; `paceline resume {quoted(run.path)}` goes on with it"
+    subject = "" if outcome.kind in ("finished", "failed") else "it "
+    return CheckpointError(f"{path} is not running: {subject}{outcome.text()}{goes_on}")
 
 
 def last_checkpoint(run: RunFolder) -> dict[str, Any] | None:
@@ -255,6 +362,18 @@ def quoted(path: Path) -> str:
     return printable(shlex.quote(str(path)))
 
 
+def _events(run: RunFolder) -> list[dict[str, Any]]:
+    return tail_lines(run.path / "events.jsonl")
+
+
+def _begins_or_ends(kind: str) -> bool:
+    return kind in ("started", "resumed", *ENDINGS) or kind.startswith("SIG")
+
+
+def _int(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
 def _links(folder: Path) -> list[Path]:
     for _ in range(5):
         try:
@@ -281,19 +400,6 @@ def _explained(path: Path, error: PageError) -> PageError:
             owner = f" {pwd.getpwuid(path.stat().st_uid).pw_name}"
         return PageError(f"{path} belongs to another user{owner}: give this command as that user, or as root")
     return error if str(path) in str(error) else PageError(f"{path}: {error}")
-
-
-def _has_lock(pid: int, run: RunFolder) -> bool:
-    """Whether the process has the run's lock file open; assumed where that may not be looked at."""
-    lock = run.path / "run.lock"
-    try:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if descriptor.samefile(lock):
-                    return True
-    except OSError:
-        return True
-    return False
 
 
 def _read_json(path: Path) -> dict[str, Any]:

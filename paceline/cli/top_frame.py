@@ -74,6 +74,8 @@ class Frame:
         put_wait_frac, get_wait_frac: Shares of the last interval, 0 to 1; None before it is over.
         in_turn: One thread is target and drafter in turn; there is no queue.
         seconds: Length of the last interval.
+        ledger, checkpoint: What became of batches, and the last checkpoint.
+        alarms: What nobody should miss.
         counting: Whether and for whom stages are counted.
     """
 
@@ -93,6 +95,9 @@ class Frame:
     in_turn: bool = False
     seconds: float = 0.0
     verdict: str = ""
+    ledger: str = ""
+    checkpoint: str = ""
+    alarms: Sequence[str] = ()
     counting: str = ""
     threads: Sequence[ThreadRows] = field(default_factory=list)
 
@@ -146,18 +151,22 @@ def _head(frame: Frame, width: int, bar: Bar) -> Iterator[Text]:
     yield _joined([(frame.run, "bold"), (frame.process, ""), (running, ""), (frame.counting, "dim")], width)
     if frame.state:
         yield Text(f" {frame.state}", style="bold red")
+    for alarm in frame.alarms:
+        yield from _labelled(" ", alarm, width, "bold red")
     if frame.still_s >= STILL_S or (frame.state and frame.still_s > 0):
         yield Text(f" no stage has changed for {duration(frame.still_s)}", style="bold yellow")
     if frame.total_steps > 0:
         yield _progress(frame, width, bar)
     yield _queue(frame, width, bar)
-    if frame.verdict:
-        label = " verdict   "
-        wrapped = textwrap.wrap(
-            one_line(frame.verdict), max(20, width - len(label) - 1), max_lines=3, placeholder=" ..."
-        )
-        for i, part in enumerate(wrapped):
-            yield Text().append(label if i == 0 else " " * len(label), style="dim").append(part)
+    for name, text in (("batches", frame.ledger), ("saved", frame.checkpoint), ("verdict", frame.verdict)):
+        yield from _labelled(f" {name:<10}", text, width, "")
+
+
+def _labelled(label: str, text: str, width: int, style: str) -> Iterator[Text]:
+    """A text in three lines at most."""
+    room = max(20, width - len(label) - 1)
+    for i, part in enumerate(textwrap.wrap(one_line(text), room, max_lines=3, placeholder=" ...")):
+        yield Text().append(label if i == 0 else " " * len(label), style="dim").append(part, style=style)
 
 
 def _progress(frame: Frame, width: int, bar: Bar) -> Text:

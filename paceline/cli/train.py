@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib.metadata
 import json
 import logging
@@ -14,6 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +23,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.observe import observing
-from paceline.cli.progress import TrainProgress
+from paceline.cli.progress import TrainProgress, say
 from paceline.config import (
     Profiling,
     RunConfig,
@@ -31,16 +33,21 @@ from paceline.config import (
     is_free_to_change,
     load_config,
     parse_config,
+    valid_keys,
 )
 from paceline.control.run_folder import RunFolder
 from paceline.control.signals import StopRequest
-from paceline.errors import CheckpointError, ConfigError, PacelineError
+from paceline.control.steering import Steering
+from paceline.errors import CheckpointError, ConfigError, PipelineError
 
 if TYPE_CHECKING:
+    from paceline.models.loading import TargetShape
     from paceline.models.target import Target
     from paceline.plan.resolve import ResolvedRun
     from paceline.records import FeatureBatch
+    from paceline.train.checkpoint import TrainState
     from paceline.train.loop import TrainReport
+    from paceline.train.saver import Saver
     from paceline.train.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -51,6 +58,17 @@ ProfileInterval = Annotated[
     str | None,
     typer.Option(
         "--profile-interval", metavar="N", help=f"Say where the time went every N seconds; beats {PROFILE_VARIABLE}."
+    ),
+]
+
+
+AllowChange = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-change",
+        metavar="KEY",
+        help="Go on although this key (data.path, target.path: what is in there) has changed; may be repeated. The "
+        "result is then no longer that of a run without interruption.",
     ),
 ]
 
@@ -76,24 +94,27 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides: optim.lr=3e-4")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and load no weights.")] = False,
     profile_interval: ProfileInterval = None,
+    allow_change: AllowChange = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report (or the plan) as JSON on stdout.")] = False,
 ) -> None:
     """Train a drafter; on an existing run folder, go on where it stopped."""
     config = load_config(run_file, overrides or [])
     interval_s = profile_interval_of(config, profile_interval)
     run = RunFolder(config.run.dir)
+    allowed = allowed_keys(allow_change or [])
     if run.exists:
-        config = merge_with_saved(run.read_config(), config)
+        config = merge_with_saved(run.read_config(), config, allowed)
     if dry_run:
         _print_plan(config, interval_s, as_json)
         return
-    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s), as_json)
+    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s, allowed), as_json)
 
 
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of keys that may change.")] = None,
     profile_interval: ProfileInterval = None,
+    allow_change: AllowChange = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
 ) -> None:
     """Go on with a stopped run, bit for bit."""
@@ -106,25 +127,36 @@ def resume(
     wanted = load_config(run.config_file, overrides or [])
     interval_s = profile_interval_of(wanted, profile_interval)
     wanted = wanted.model_copy(update={"run": wanted.run.model_copy(update={"dir": str(run_dir)})})
-    config = merge_with_saved(saved, wanted)
-    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s), as_json)
+    allowed = allowed_keys(allow_change or [])
+    config = merge_with_saved(saved, wanted, allowed)
+    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s, allowed), as_json)
 
 
-def merge_with_saved(saved: RunConfig, wanted: RunConfig) -> RunConfig:
-    """The saved configuration of a run, with what may change taken from `wanted`.
+def allowed_keys(keys: Sequence[str]) -> frozenset[str]:
+    """Keys given to `--allow-change`. Raises: ConfigError naming one that does not exist, with the nearest."""
+    known = valid_keys()
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            raise ConfigError(f"--allow-change {key}: unknown key" + (f"; did you mean {near[0]}?" if near else ""))
+    return frozenset(keys)
 
-    Raises: ConfigError naming each key that may not change, with both values.
+
+def merge_with_saved(saved: RunConfig, wanted: RunConfig, allowed: Collection[str] = ()) -> RunConfig:
+    """The saved configuration of a run, with what may change, or is `allowed` to, taken from `wanted`.
+
+    Raises: ConfigError naming each other key that differs, with both values.
     """
-    changed = changed_keys(saved, wanted)
+    changed = [change for change in changed_keys(saved, wanted) if change[0] not in allowed]
     if changed:
         lines = [f"{key}: the run was started with {old!r}, now {new!r}" for key, old, new in changed]
         raise ConfigError(
-            f"{wanted.run.dir} holds a run with other settings; choose another run.dir, or set them back\n  "
-            + "\n  ".join(lines)
+            f"{wanted.run.dir} holds a run with other settings; choose another run.dir, or set them back (or go on all "
+            "the same with --allow-change KEY for each)\n  " + "\n  ".join(lines)
         )
     tree: dict[str, dict[str, Any]] = saved.model_dump(mode="json")
     for key, value in flatten(wanted):
-        if is_free_to_change(key) and value != "auto":
+        if (is_free_to_change(key) or key in allowed) and value != "auto":
             section, name = key.split(".")
             tree[section][name] = value
     return parse_config(tree)
@@ -142,44 +174,48 @@ def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
     return resolved, shape
 
 
-def run_training(config: RunConfig, progress: TrainProgress, interval_s: float | None = None) -> TrainReport:
+def run_training(
+    config: RunConfig, progress: TrainProgress, interval_s: float | None = None, allowed: Collection[str] = ()
+) -> TrainReport:
     """Train as configured in its run folder, from where it stands.
 
     Args:
         interval_s: From `profile_interval_of`; None: what follows from variable and configuration.
+        allowed: Keys that may differ from those of the run's checkpoints, from `allowed_keys`.
     Raises: PacelineError of any kind; the run folder then holds the last complete step.
     """
     if config.profiling.sigusr1 and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # deadly by default; there is nothing to switch on yet
-    with StopRequest() as stop:  # first of all: importing torch takes seconds, in which Ctrl-C has to count as well
-        return _train(config, progress, stop, profile_interval_of(config, None) if interval_s is None else interval_s)
+    with StopRequest(config.run.stop_signal) as stop:  # first of all: importing torch takes seconds, in which Ctrl-C
+        interval_s = profile_interval_of(config, None) if interval_s is None else interval_s  # has to count as well
+        return _train(config, progress, stop, interval_s, allowed)
 
 
-def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest, interval_s: float) -> TrainReport:
+def _train(
+    config: RunConfig, progress: TrainProgress, stop: StopRequest, interval_s: float, allowed: Collection[str]
+) -> TrainReport:
     import torch
 
     from paceline.eval.validation import Validation
     from paceline.models.target import FeatureCache
+    from paceline.pipeline.local import is_out_of_memory
     from paceline.profiling import stages
-    from paceline.train.checkpoint import TrainState, saved_num_anchors
+    from paceline.train.checkpoint import saved_num_anchors
     from paceline.train.loop import TrainLoop, restore
     from paceline.train.trackers import Trackers, check_packages
 
     run = RunFolder(config.run.dir)
-    deadline = time.monotonic() + 3600 * (config.run.max_hours or float("inf"))
-
-    def should_stop() -> str | None:
-        return stop.reason or ("max_hours" if time.monotonic() > deadline else None)
-
+    began = time.monotonic()
     check_packages(config.tracking)
     progress.phase("loading the target and the data")
-    resolved, _ = resolve_config(config)
+    resolved, shape = resolve_config(config)
     with run.lock(), contextlib.ExitStack() as stack:
         compiles = resolved.config.run.device.startswith("cuda") and resolved.config.kernels.compile
         if compiles:
             progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
         target = load_target(resolved.config)
-        if (num_anchors := saved_num_anchors(run.checkpoints)) is not None:  # a GPU rounds them, a CPU does not
+        num_anchors = None if "anchors.per_token" in allowed else saved_num_anchors(run.checkpoints)
+        if num_anchors is not None:  # a GPU rounds them, a CPU does not
             resolved = dataclasses.replace(resolved, num_anchors=num_anchors)
         packing = "packed" if target.packed else "per_document"
         config = resolved.config.model_copy(
@@ -187,28 +223,26 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest, interv
         )
         resolved = dataclasses.replace(resolved, config=config)
         trainer = build_trainer(resolved, target)
-        fresh = TrainState(
-            step=0,
-            next_batch=0,
-            skipped_batches=0,
-            total_steps=resolved.total_steps,
-            num_anchors=resolved.num_anchors,
-            best_acceptance_length=None,
-            best_step=None,
-            target_fingerprint=target.fingerprint(),
-            data_fingerprint=resolved.dataset.fingerprint,
-        )
-        state = restore(run, trainer, fresh)
+        state = restore(run, trainer, _fresh_state(resolved, target), allowed)
         trackers = stack.enter_context(Trackers(config.tracking, run, state.step, config.model_dump(mode="json")))
         run.write_config(config)
         run.write_json("run.json", _run_record(resolved, target, trainer, state.step))
-        run.event("resumed" if state.step else "started", step=state.step)
+        run.event("resumed" if state.step else "started", step=state.step, **_changes(allowed))
         notes = [target.packing_note, target.quantization_note]
         if target.device.type == "cuda":  # on the CPU there is no choice to report
             notes.append(trainer.attention_note)
         if compiles:
             notes.append("the first step compiles the drafter's layers: some 40 seconds the first time on a machine")
         progress.start(config, resolved, state.step, [note for note in notes if note])
+
+        steering = Steering(config)
+        saver = stack.enter_context(contextlib.closing(build_saver(run, trainer, steering)))
+
+        def should_stop() -> str | None:
+            hours = steering.config.run.max_hours
+            if stop.reason is None and hours is not None and time.monotonic() > began + 3600 * hours:
+                return "max_hours"
+            return stop.reason
 
         on_cpu = target.device == torch.device("cpu")
         cache = FeatureCache(int(config.pipeline.feature_cache_gib * 2**30)) if on_cpu else None
@@ -225,33 +259,87 @@ def _train(config: RunConfig, progress: TrainProgress, stop: StopRequest, interv
                 tokens = resolved.batches.batch(number)
             return target.features(tokens, cache)
 
+        loop = TrainLoop(
+            run,
+            resolved,
+            trainer,
+            state,
+            make_features,
+            saver=saver,
+            steering=steering,
+            validate=(lambda drafter: validation.measure(drafter, should_stop)) if resolved.validation_rows else None,
+            progress=progress,
+            should_stop=should_stop,
+            source_of=resolved.dataset.source,
+            track=trackers.log,
+        )
         profiling = config.profiling.model_copy(update={"interval": interval_s})
-        with observing(run.path, config.model_copy(update={"profiling": profiling}), progress.show) as between:
-            loop = TrainLoop(
-                run,
-                resolved,
-                trainer,
-                state,
-                make_features,
-                validate=(lambda drafter: validation.measure(drafter, should_stop))
-                if resolved.validation_rows
-                else None,
-                progress=progress,
-                should_stop=should_stop,
-                between=between,
-                track=trackers.log,
-            )
+        with observing(
+            run,
+            config.model_copy(update={"profiling": profiling}),
+            progress.show,
+            steering=steering,
+            stop=stop,
+            ledger=lambda: dataclasses.asdict(loop.ledger()),
+            saving=lambda: {
+                "problem": saver.problem, "saved_step": saver.saved_step, "writing": saver.is_writing,
+                "bytes": saver.num_bytes,
+            },
+        ) as between:  # fmt: skip
             try:
-                report = loop.run()
-            except PacelineError as error:
-                run.event("failed", step=loop.step, reason=str(error))
-                raise
+                report = loop.run(between)
+            except Exception as error:
+                if isinstance(error, PipelineError) and is_out_of_memory(error.__cause__):
+                    error = out_of_memory(error, resolved, shape)
+                run.event("failed", step=loop.step, reason=str(error) or type(error).__name__)
+                raise error
             finally:
                 progress.stop()
         run.event(report.ending, step=report.step)
-        if report.delivered or not (run.path / "report.json").exists():  # a finished run keeps its report
-            run.write_json("report.json", dataclasses.asdict(report))
+        if report.ledger["issued"] or not (run.path / "report.json").exists():  # a finished run keeps its report
+            try:
+                run.write_json("report.json", dataclasses.asdict(report))
+            except OSError as error:  # all that counts is on the disk
+                log.warning("report.json could not be written: %s", error)
         return report
+
+
+def _fresh_state(resolved: ResolvedRun, target: Target) -> TrainState:
+    from paceline.train.checkpoint import TrainState
+
+    return TrainState(
+        step=0,
+        next_batch=0,
+        skipped_batches=0,
+        total_steps=resolved.total_steps,
+        num_anchors=resolved.num_anchors,
+        best_acceptance_length=None,
+        best_step=None,
+        target_fingerprint=target.fingerprint(),
+        data_fingerprint=resolved.dataset.fingerprint,
+    )
+
+
+def _changes(allowed: Collection[str]) -> dict[str, list[str]]:
+    return {"allowed_to_change": sorted(allowed)} if allowed else {}
+
+
+def out_of_memory(error: PipelineError, resolved: ResolvedRun, shape: TargetShape) -> PipelineError:
+    """The same failure with what the run was planned to take, and with the two settings that help most."""
+    from paceline.plan.memory import GIB, memory_plan
+
+    plan = memory_plan(resolved, shape)
+    parts = ", ".join(f"{name.removesuffix('_bytes')} {value / GIB:.2f}" for name, value in vars(plan).items())
+    tokens = resolved.config.pipeline.tokens_per_batch
+    explained = PipelineError(
+        f"{error}\nout of memory: the plan is {plan.total_bytes / GIB:.2f} GiB ({parts}), before what the allocator "
+        "and other processes take. What helps: draft.recompute=true (a run may go on with it), and a smaller "
+        f"pipeline.tokens_per_batch than {tokens} (in a new run.dir)",
+        role=error.role,
+        batch=error.batch,
+    )
+    explained.__cause__ = error.__cause__
+    return explained
 
 
 def load_target(config: RunConfig) -> Target:
@@ -333,16 +421,38 @@ def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
     )
 
 
+def build_saver(run: RunFolder, trainer: TrainStep, steering: Steering) -> Saver:
+    """Writes the run's checkpoints, and tells its events and whoever asked for one."""
+    from paceline.train.saver import Saver
+
+    def on_saved(step: int, place: Path) -> None:
+        run.event("checkpoint", step=step)
+        steering.saved(step, place)
+
+    def on_failed(step: int, reason: str) -> None:
+        run.event("checkpoint failed", step=step, reason=reason)
+        steering.save_failed(step, reason)
+
+    def keep() -> tuple[int, int | None]:
+        return steering.config.checkpoint.keep_last, steering.config.checkpoint.keep_every
+
+    return Saver(run.checkpoints, trainer.drafter, trainer.optimizer, keep=keep, on_saved=on_saved, on_failed=on_failed)
+
+
 def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(report)))
+        say(json.dumps(dataclasses.asdict(report)))
         return
-    typer.echo(f"{report.ending} at step {report.step} of {report.total_steps}; checkpoints in {run.checkpoints}")
-    typer.echo(report.verdict["line"])
+    say(f"{report.ending} at step {report.step} of {report.total_steps}; checkpoints in {run.checkpoints}")
+    say(report.verdict["line"])
+    say(
+        "batches: {issued} issued = {trained} trained + {in_flight} in flight + {skipped} left out; "
+        "{retried} made again".format(**report.ledger)
+    )
     if report.ending == "finished":
-        typer.echo(f"next: paceline export {run.path} --format zlab --out {run.path / 'export'}")
+        say(f"next: paceline export {run.path} --format zlab --out {run.path / 'export'}")
     else:
-        typer.echo(f"go on with: paceline resume {run.path}")
+        say(f"go on with: paceline resume {run.path}")
 
 
 def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """`paceline status` and `paceline top`: where a run stands, once or as it goes on.
 
-Both read files and pages alone, so they work on a process that hangs or is stopped.
+Both read files and pages, so they work on a process that hangs or is stopped. Whether checkpoints can be written, the
+process alone knows while its disk is full; it is asked, and need not answer.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from paceline.cli import run_state
-from paceline.cli.run_state import LivePage
+from paceline.cli.observe import CONTROL_SOCKET, PROFILE_FOLDER
+from paceline.cli.run_state import LivePage, RunArgument
 from paceline.cli.top_frame import Frame, StageRow, ThreadRows, lines_of
 from paceline.config import RunConfig
 from paceline.control.run_folder import RunFolder
 from paceline.control.signals import Interrupts
+from paceline.control.socket import ControlError, ask
 from paceline.errors import CheckpointError, printable
 from paceline.profiling.intervals import Interval, ThreadInterval, stages_of
 from paceline.profiling.page import CONTROL, Control, PageError, Snapshot, ThreadSnapshot, read_page, write_word
@@ -46,12 +49,16 @@ FIRST_S = 0.5
 ENDING_S = 15.0
 """Seconds that a process may take from taking its page away to writing how it ended."""
 
+ASK_S = 1.0
+"""Seconds in which a process may say how its checkpoints fare."""
+
+LOUD = ("saving", "stalled")
+"""Names of lines that nobody should miss."""
+
 STATES = {
     "T": "stopped by a signal: `kill -CONT {pid}` lets it go on",
     "t": "stopped by a debugger",
 }
-
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 
 
 def status(
@@ -65,7 +72,8 @@ def status(
         return
     typer.echo(printable(state["run"]))
     for name, text in _described(state):
-        typer.echo(f"  {name:<11} {text}".rstrip())
+        line = f"  {name:<11} {text}".rstrip()
+        typer.echo(typer.style(line, fg="red", bold=True) if name in LOUD else line)
 
 
 def top(
@@ -110,10 +118,11 @@ def state_of(run: RunFolder) -> dict[str, Any]:
     recent = lines[-run_state.RECENT_STEPS :]
     waits = run_state.waits_of(recent, config.topology.targets) if config else None
     verdict = run_state.verdict_of(lines, config) if config else None
+    is_stopped = page is not None and run_state.process_state(page.pid) in STATES
     if page is None and pid is not None:
         phase = "loading or ending"
     elif page is not None:
-        phase = "stopped" if run_state.process_state(page.pid) in STATES else "running"
+        phase = "stopped" if is_stopped else "running"
     elif outcome is None:
         phase = "not started"
     elif outcome.is_ending:
@@ -139,7 +148,11 @@ def state_of(run: RunFolder) -> dict[str, Any]:
         "put_wait_frac": waits[0] if waits else None,
         "get_wait_frac": waits[1] if waits else None,
         "verdict": None if verdict is None else {**verdict.record(), "line": verdict.line()},
+        "ledger": run_state.ledger_of(gauges) if page else report.get("ledger"),
+        "bad_batches": run_state.num_bad_batches(run),
         "checkpoint": run_state.last_checkpoint(run),
+        "saving": saving_of(run, ASK_S if page is not None and not is_stopped else 0.0),
+        "stalled": run_state.stall_of(run) if pid is not None else None,
         "best_acceptance_length": None if page else report.get("best_acceptance_length"),
         "profiling": {"on": page.control.is_on, "interval_s": page.control.interval_s} if page else None,
         "threads": [
@@ -154,6 +167,37 @@ def state_of(run: RunFolder) -> dict[str, Any]:
             for thread in _ordered(each.snapshot.threads)
         ],
     }
+
+
+def saving_of(run: RunFolder, timeout_s: float) -> dict[str, Any]:
+    """How checkpoints fare: why the newest is not on the disk (None: nothing is amiss), and whether one is being
+    written, as far as is known.
+
+    Args:
+        timeout_s: In which the process may answer, 0: it is not asked; what it does not say, events say.
+    """
+    if timeout_s > 0:
+        with contextlib.suppress(ControlError):
+            answer = ask(run.path / PROFILE_FOLDER / CONTROL_SOCKET, "status", timeout_s=timeout_s)
+            if isinstance(answer.get("saving"), dict):
+                return {"problem": None, "saved_step": None, "writing": None} | answer["saving"]
+    return {"problem": run_state.save_problem(run), "saved_step": None, "writing": None}
+
+
+def _checkpoint_text(checkpoint: dict[str, Any] | None) -> str:
+    if checkpoint is None:
+        return "none is complete"
+    return f"step {checkpoint['step']:,}, {duration(max(0.0, time.time() - checkpoint['time']))} ago"
+
+
+def _problem_text(problem: object, checkpoint: dict[str, Any] | None) -> str:
+    """What is said loudly of a checkpoint that cannot be written."""
+    rest = f"the last complete one: {_checkpoint_text(checkpoint)}" if checkpoint else "no checkpoint is complete"
+    return run_state.one_line(f"FAILS: {problem}; {rest}")
+
+
+def _stall_text(stall: dict[str, Any]) -> str:
+    return run_state.one_line(f"said {duration(max(0.0, time.time() - stall['time']))} ago: {stall['reason']}")
 
 
 def _described(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -173,6 +217,10 @@ def _described(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "not started", ""
     if state["note"]:
         yield "note", run_state.one_line(state["note"])
+    if state["stalled"]:
+        yield "stalled", _stall_text(state["stalled"])
+    if state["saving"]["problem"]:
+        yield "saving", _problem_text(state["saving"]["problem"], state["checkpoint"])
     if state["total_steps"]:
         left = f", about {duration(state['left_s'])} left" if state["left_s"] is not None else ""
         share = 100 * state["step"] / state["total_steps"]
@@ -190,9 +238,12 @@ def _described(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "queue", f"{queue}waits: put {100 * put:.1f} %, get {100 * get:.1f} % of the time"
     if state["verdict"]:
         yield "verdict", run_state.one_line(state["verdict"]["line"])
+    if state["ledger"]:
+        yield "batches", run_state.ledger_text(state["ledger"])
+    if state["bad_batches"]:
+        yield "bad batches", f"{state['bad_batches']:,} left out; bad_batches.jsonl lists them"
     if state["checkpoint"]:
-        age = duration(max(0.0, now - state["checkpoint"]["time"]))
-        yield "checkpoint", f"step {state['checkpoint']['step']:,}, {age} ago"
+        yield "checkpoint", _checkpoint_text(state["checkpoint"])
     if state["best_acceptance_length"] is not None:
         yield "best", f"acceptance length {state['best_acceptance_length']:.2f} on held-out rows"
     if state["profiling"]:
@@ -223,7 +274,8 @@ class Watcher:
         self._run, self._config = run, config
         self._pages = [_WatchedPage(page) for page in pages]
         self._rate = _Rate()
-        self._verdict, self._verdict_at = "", 0.0
+        self._verdict, self._checkpoint, self._alarms = "", "", list[str]()
+        self._looked_at = 0.0
         self.has_ended = False
         self.pid = pages[-1].snapshot.pid
 
@@ -241,6 +293,8 @@ class Watcher:
         still_s = min(look.still_s for look in looks)
         threads = [_rows(thread, look) for look in looks for thread in _ordered(look.now.threads)]
         interval = main.interval
+        self._look_at_files(asks=not state)
+        ledger = run_state.ledger_of(gauges)
         return Frame(
             run=str(self._run.path),
             process=f"process {', '.join(str(look.now.pid) for look in looks)} on {platform.node()}",
@@ -257,7 +311,10 @@ class Watcher:
             get_wait_frac=_waits(looks, GET_WAIT.name, "drafter"),
             in_turn=gauges["queue_depth"] == 0,
             seconds=interval.seconds if interval else 0.0,
-            verdict=self._judged(),
+            verdict=self._verdict,
+            ledger="" if ledger is None else run_state.ledger_text(ledger),
+            checkpoint=self._checkpoint,
+            alarms=self._alarms,
             counting=self._counting(now.control),
             threads=threads,
         )
@@ -273,12 +330,19 @@ class Watcher:
             return run_state.speed_of(run_state.recent_metrics(self._run)[-run_state.RECENT_STEPS :])
         return rate
 
-    def _judged(self) -> str:
-        if self._config is not None and time.monotonic() >= self._verdict_at:
-            self._verdict_at = time.monotonic() + VERDICT_EVERY_S
+    def _look_at_files(self, asks: bool) -> None:
+        """What changes slowly is not looked at for every frame."""
+        if time.monotonic() < self._looked_at + VERDICT_EVERY_S and self._looked_at:
+            return
+        self._looked_at = time.monotonic()
+        if self._config is not None:
             verdict = run_state.verdict_of(run_state.recent_metrics(self._run), self._config)
             self._verdict = "" if verdict is None else verdict.line()
-        return self._verdict
+        checkpoint, stall = run_state.last_checkpoint(self._run), run_state.stall_of(self._run)
+        self._checkpoint = _checkpoint_text(checkpoint) if checkpoint else ""
+        problem = saving_of(self._run, ASK_S / 4 if asks else 0.0)["problem"]
+        self._alarms = [f"stalled: {_stall_text(stall)}"] if stall else []
+        self._alarms += [f"saving {_problem_text(problem, checkpoint)}"] if problem else []
 
     def _counting(self, control: Control) -> str:
         if not control.is_on:

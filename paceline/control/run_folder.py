@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunConfig, dump_config, load_config
-from paceline.errors import CheckpointError, ConfigError
-from paceline.files import locked, write_atomically
+from paceline.config import RunConfig, dump_config, load_config, parse_config
+from paceline.control.lines import LineLog
+from paceline.errors import CheckpointError, ConfigError, printable
+from paceline.files import explain, is_running, locked, without_credentials, write_atomically
 
 
 class RunFolder:
-    """Paths and small files of one run.
+    """Paths and small files of one run. What is written has no passwords of URLs in it.
 
     Attributes:
         path: The folder.
@@ -23,6 +25,7 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._events = LineLog(self.path / "events.jsonl")
 
     @property
     def config_file(self) -> Path:
@@ -55,27 +58,43 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Record the resolved configuration."""
-        write_atomically(self.config_file, dump_config(config))
+        tree = without_credentials(config.model_dump(mode="json"))
+        write_atomically(self.config_file, dump_config(parse_config(tree)))
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write a small JSON file of the run, whole or not at all."""
-        write_atomically(self.path / name, json.dumps(content, indent=1) + "\n")
+        write_atomically(self.path / name, json.dumps(without_credentials(content), indent=1) + "\n")
 
     def event(self, kind: str, **content: Any) -> None:
-        """Append a line to ``events.jsonl``."""
-        line = {"time": time.time(), "event": kind, **content}
-        with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        """Append a line to ``events.jsonl``, from any thread; while the disk takes none it waits in memory."""
+        self._events.write({"time": time.time(), "event": kind, **without_credentials(content)})
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run. Raises: CheckpointError if another process trains here."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Hold the run; a lock that a dead process left does not count.
+
+        Raises: CheckpointError if another process trains here, or the folder cannot be locked.
+        """
 
         def busy(holder: str) -> CheckpointError:
             return CheckpointError(
-                f"{self.path} is being trained by process {holder}: stop it, or choose another run.dir"
+                f"{self.path} is being trained by process {holder}{self._host_of(holder)}: "
+                "stop it, or choose another run.dir"
             )
 
-        with locked(self.path / "run.lock", busy):
+        with contextlib.ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.path / "run.lock", busy))
+            except OSError as error:
+                raise CheckpointError(f"run.dir {self.path} cannot be locked: {explain(error)}") from error
+            stack.callback(self._events.close)
             yield
+
+    def _host_of(self, pid: str) -> str:
+        """``" on HOST"``, if the process has said so; for a message."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            record = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            if str(record["pid"]) == pid:
+                return f" on {printable(str(record['host']))}"
+        return f" on {platform.node()}" if pid.isdecimal() and is_running(int(pid)) else ""

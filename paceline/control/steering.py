@@ -30,7 +30,7 @@ class Steering:
         self.config = config
         self._changed = threading.Condition()
         self._wanted = False
-        self._answered = self._begun = 0
+        self._num_begun = self._num_done = self._begun_step = 0
         self._answer: tuple[int, Path] | str = ""
         self._listeners: list[Callable[[RunConfig], None]] = []
 
@@ -61,7 +61,8 @@ class Steering:
     def begin_save(self, step: int) -> None:
         """A save of this step is being made; requests until now are its."""
         with self._changed:
-            self._wanted, self._begun = False, step
+            self._wanted, self._begun_step = False, step
+            self._num_begun += 1
 
     def saved(self, step: int, place: Path) -> None:
         """A checkpoint is complete on the disk; from any thread."""
@@ -78,8 +79,8 @@ class Steering:
         """
         with self._changed:
             self._wanted = True
-            seen = self._answered
-            if not self._changed.wait_for(lambda: self._answered != seen and not self._wanted, timeout_s):
+            own = self._num_begun + 1  # the one that is begun from now on
+            if not self._changed.wait_for(lambda: self._num_done >= own, timeout_s):
                 raise ControlError(f"no checkpoint within {timeout_s:g} s; it is still to come: `paceline status` says")
             if isinstance(self._answer, str):
                 raise ControlError(self._answer)
@@ -87,6 +88,6 @@ class Steering:
 
     def _tell(self, step: int, answer: tuple[int, Path] | str) -> None:
         with self._changed:
-            self._answered += step >= self._begun  # an older one was asked for by nobody who waits
-            self._answer = answer if step >= self._begun else self._answer
+            if step >= self._begun_step:  # an older one is no answer to whoever asked since
+                self._num_done, self._answer = self._num_begun, answer
             self._changed.notify_all()

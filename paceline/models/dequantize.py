@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from paceline.errors import ModelError
+from paceline.files import child
 
 SUPPORTED = "FP8, compressed-tensors, NVFP4 or MXFP4 (Model Optimizer), GPTQ, or AWQ in the GEMM layout"
 
@@ -162,10 +163,13 @@ def _weight_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
         names = ["model.safetensors"]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
+    try:
+        files = [child(folder, name) for name in names]
+    except ValueError as error:
+        raise ModelError(f"{index} is damaged: {error}") from error
+    if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(f"{folder} has no {missing[0]}: quantised weights are read from safetensors files only")
-    return [folder / name for name in names]
+    return files
 
 
 def open_weights(folder: Path, quantization: Quantization) -> tuple[dict[str, Any], int]:

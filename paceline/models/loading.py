@@ -184,7 +184,11 @@ def _load(
         "ignore_mismatched_sizes": True,  # reported by the caller, by name
         "output_loading_info": True,
     }
-    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+    hub = {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "use_safetensors": True,  # else it would also unpickle pytorch_model.bin
+    }
     settings: Mapping[str, Any] = {}
     try:
         with quiet_transformers():

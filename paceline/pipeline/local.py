@@ -7,6 +7,7 @@ batches from it in order and knows neither threads nor queues.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -15,9 +16,9 @@ from typing import Protocol
 
 import torch
 
-from paceline.errors import PipelineError
+from paceline.errors import PacelineError, PipelineError, ServerError
 from paceline.pipeline.channel import ChannelClosed, OrderedChannel, Waits
-from paceline.pipeline.coordinator import Coordinator, Ledger
+from paceline.pipeline.coordinator import Coordinator
 from paceline.profiling import stages
 from paceline.records import FeatureBatch
 
@@ -32,6 +33,9 @@ ShouldStop = Callable[[], object]
 POLL_S = 0.5
 """Seconds between looks at `ShouldStop` while the drafter waits for a batch."""
 
+RETRY_S = 0.1
+"""Seconds before a batch is made again; doubled with each retry."""
+
 
 class FeatureStream(Protocol):
     """Batches in the order of their numbers, with the state of the queue that they come through."""
@@ -44,23 +48,20 @@ class FeatureStream(Protocol):
     def num_ready(self) -> int:
         """Batches waiting in the queue."""
 
-    def ledger(self) -> Ledger:
-        """Where the batches are."""
-
 
 class InTurn:
     """Target and drafter take turns in one thread: nothing waits, nothing is queued."""
 
-    def __init__(self, make_features: MakeFeatures, first: int, end: int) -> None:
-        self._make_features = make_features
-        self._coordinator = Coordinator(first, end)
+    def __init__(self, make_features: MakeFeatures, coordinator: Coordinator, max_retries: int = 0) -> None:
+        self._maker = _Maker(make_features, coordinator, max_retries)
+        self._coordinator = coordinator
         self._get_wait_s = self._total_wait_s = 0.0
 
     def __iter__(self) -> Iterator[FeatureBatch]:
         while (number := self._coordinator.lease("target-0")) is not None:
             started = time.perf_counter()
             with stages.GET_WAIT, stages.as_role("target-0"):
-                batch = _make(self._make_features, "target-0", number)
+                batch = self._maker.make("target-0", number)
             waited_s = time.perf_counter() - started
             self._get_wait_s += waited_s
             self._total_wait_s += waited_s
@@ -82,9 +83,6 @@ class InTurn:
     def num_ready(self) -> int:
         return 0
 
-    def ledger(self) -> Ledger:
-        return self._coordinator.ledger()
-
 
 class TargetThreads:
     """N target threads fill an ordered channel; the caller's thread is the drafter."""
@@ -92,17 +90,17 @@ class TargetThreads:
     def __init__(
         self,
         make_features: MakeFeatures,
-        first: int,
-        end: int,
+        coordinator: Coordinator,
         channel: OrderedChannel,
         should_stop: ShouldStop,
         *,
         targets: int,
         threads: int,
+        max_retries: int = 0,
     ) -> None:
-        self._make_features = make_features
+        self._maker = _Maker(make_features, coordinator, max_retries)
         self._should_stop = should_stop
-        self._coordinator = Coordinator(first, end)
+        self._coordinator = coordinator
         self._channel = channel
         self._threads = [
             threading.Thread(target=self._run, args=(f"target-{i}", threads), name=f"target-{i}", daemon=True)
@@ -135,9 +133,6 @@ class TargetThreads:
     def num_ready(self) -> int:
         return self._channel.num_ready
 
-    def ledger(self) -> Ledger:
-        return self._coordinator.ledger()
-
     def _next(self) -> FeatureBatch | None:
         """The next batch; None when there is none left, or a stop is asked for while waiting."""
         try:
@@ -158,7 +153,7 @@ class TargetThreads:
             with stages.named_thread(role), stages.as_role(role):
                 torch.set_num_threads(threads)  # a new thread would otherwise take the machine's default
                 while (number := self._coordinator.lease(role)) is not None:
-                    self._channel.put(_make(self._make_features, role, number))
+                    self._channel.put(self._maker.make(role, number))
         except ChannelClosed:
             return
         except PipelineError as error:
@@ -172,8 +167,7 @@ class TargetThreads:
 @contextlib.contextmanager
 def open_stream(
     make_features: MakeFeatures,
-    first: int,
-    end: int,
+    coordinator: Coordinator,
     *,
     layout: str,
     targets: int,
@@ -183,26 +177,29 @@ def open_stream(
     min_ready: int,
     batches_per_step: int = 1,
     should_stop: ShouldStop = lambda: False,
+    max_retries: int = 0,
 ) -> Iterator[FeatureStream]:
-    """Features of batches ``[first, end)``, made ahead by target threads (``split``) or on demand (``colocated``).
+    """Features of the coordinator's batches, made ahead by target threads (``split``) or on demand (``colocated``).
 
     The threads are stopped and joined on leaving, whatever the reason. The iteration ends early when a stop is asked
-    for while it waits.
+    for while it waits. A target that fails makes its batch again up to `max_retries` times.
     Raises: PipelineError from the iteration when a target fails, with the original exception as its cause.
     """
     stages.set_gauge("targets", targets)
     if layout == "colocated":
-        yield InTurn(make_features, first, end)
+        yield InTurn(make_features, coordinator, max_retries)
         return
     channel = OrderedChannel(
-        first,
-        end,
+        coordinator.first,
+        coordinator.end,
         queue_depth=queue_depth,
         max_bytes=max_bytes,
         min_ready=min_ready,
         batches_per_step=batches_per_step,
     )
-    stream = TargetThreads(make_features, first, end, channel, should_stop, targets=targets, threads=threads)
+    stream = TargetThreads(
+        make_features, coordinator, channel, should_stop, targets=targets, threads=threads, max_retries=max_retries
+    )
     stream.start()
     try:
         yield stream
@@ -210,11 +207,67 @@ def open_stream(
         stream.stop()
 
 
-def _make(make_features: MakeFeatures, role: str, number: int) -> FeatureBatch:
-    stages.next_batch(number)
-    try:
-        return make_features(number)
-    except Exception as error:  # whatever it is, it ends the run under the role's name and batch
+class _Maker:
+    """Makes the features of a batch, again where that may help."""
+
+    def __init__(self, make_features: MakeFeatures, coordinator: Coordinator, max_retries: int) -> None:
+        self._make_features, self._coordinator, self._max_retries = make_features, coordinator, max_retries
+
+    def make(self, role: str, number: int) -> FeatureBatch:
+        """Raises: PipelineError under the role's name and batch, with what went wrong as its cause."""
+        for retry in itertools.count():
+            stages.next_batch(number)
+            try:
+                batch = self._make_features(number)
+                _check(batch, role, number)
+                return batch
+            except Exception as error:  # whatever it is, it ends the run when it comes again
+                if retry >= self._max_retries or not may_pass(error):
+                    if isinstance(error, PipelineError):
+                        raise
+                    times = f" {retry + 1} times" if retry else ""
+                    raise PipelineError(
+                        f"{role} failed{times} on batch {number}: {type(error).__name__}: {error}",
+                        role=role,
+                        batch=number,
+                    ) from error
+                self._coordinator.retried()
+                log.warning(
+                    "%s failed on batch %d: %s: %s; it is made again (%d of %d)",
+                    role, number, type(error).__name__, error, retry + 1, self._max_retries,
+                )  # fmt: skip
+                time.sleep(RETRY_S * 2**retry)
+        raise AssertionError
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a failure may not come again: no error of ours but a server's, no lack of memory, no broken device."""
+    if isinstance(error, ServerError):
+        return True
+    if isinstance(error, PipelineError):
+        return error.may_pass
+    if isinstance(error, PacelineError) or is_out_of_memory(error):
+        return False
+    return "CUDA error" not in str(error)  # after one, every call of the process fails
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, of the device or of the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _check(batch: FeatureBatch, role: str, number: int) -> None:
+    """Features are those of the batch that was asked for, all of them: never cut or padded to fit."""
+    wanted = len(batch.tokens.input_ids)
+    hidden = [batch.context_feature] + ([] if batch.last_hidden is None else [batch.last_hidden])
+    found = next((len(each) for each in hidden if len(each) != wanted), wanted)
+    if batch.tokens.number != number or found != wanted:
+        seen = f"features of batch {batch.tokens.number}, {found} tokens of {wanted}"
         raise PipelineError(
-            f"{role} failed on batch {number}: {type(error).__name__}: {error}", role=role, batch=number
-        ) from error
+            f"{role} delivered {seen}, where batch {number} was wanted with all {wanted}",
+            role=role,
+            batch=number,
+            may_pass=True,
+        )

@@ -45,12 +45,12 @@ NAME_BYTES, STAGE_BYTES = 64, 48
 GAUGES = 16
 GAUGE_NAMES = (
     "step", "total_steps", "tokens", "batches", "started_ns", "queue", "queue_depth", "put_wait_ns", "get_wait_ns",
-    "getting_since_ns", "putting", "targets", "first_step", "ready_wait_ns",
+    "getting_since_ns", "putting", "targets", "first_step", "ready_wait_ns", "issued", "trained", "skipped", "retried",
 )  # fmt: skip
 """Kept whether stages are counted or not: updates done and planned, tokens and micro-batches of this process, when
 training began, batches that wait and may wait, time blocked in put (summed) and get, since when the drafter waits (0:
-it does not), targets that wait in put, how many targets there are, the updates that were done when training began, and
-the part of the get time in which the batches of a whole step stood in the queue.
+it does not), targets that wait in put, how many targets there are, the updates that were done when training began,
+the part of the get time in which the batches of a whole step stood in the queue, and the ledger of micro-batches.
 """
 
 CHANGED = 63

@@ -295,10 +295,13 @@ VALIDATE = Stage("validate")
 CHECKPOINT_SNAPSHOT = Stage("checkpoint_snapshot")
 LOG = Stage("log")
 JOIN_TARGETS = Stage("join_targets")
+# The writer's, beside both.
+CHECKPOINT_WRITE = Stage("checkpoint_write")
 
 _RECOMPUTE = RECOMPUTE.number
 TARGET_STAGES = tuple(_NAMES[: PUT_WAIT.number + 1])
-DRAFTER_STAGES = tuple(_NAMES[GET_WAIT.number :])
+DRAFTER_STAGES = tuple(_NAMES[GET_WAIT.number : CHECKPOINT_WRITE.number])
+WRITER_STAGES = (CHECKPOINT_WRITE.name,)
 WAITS = (PUT_WAIT.name, GET_WAIT.name, GRAD_NORM_ITEM.name, PREV_CPU_COPY_SYNC.name, LOSS_MASK_SUM_SYNC.name)
 """Stages in which a thread waits for others or for the device."""
 

@@ -7,29 +7,38 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from paceline.control.lines import LineLog
 from paceline.control.run_folder import RunFolder
+from paceline.control.steering import Steering
 from paceline.dflash.acceptance import Acceptance
-from paceline.errors import CheckpointError, PacelineError, PipelineError
+from paceline.errors import CheckpointError, DataError, PacelineError, PipelineError
 from paceline.models.draft import DFlashDrafter
+from paceline.pipeline.coordinator import Coordinator, Ledger
 from paceline.pipeline.local import FeatureStream, MakeFeatures, open_stream
 from paceline.plan.resolve import ResolvedRun
 from paceline.profiling import stages, verdict
 from paceline.profiling.verdict import Verdict, Window
-from paceline.records import StepResult, StepSums
+from paceline.records import FeatureBatch, StepResult, StepSums
 from paceline.train import checkpoint
 from paceline.train.checkpoint import TrainState
 from paceline.train.metrics import MetricsLog
+from paceline.train.saver import Saver
 from paceline.train.step import PendingResult, TrainStep
 
 log = logging.getLogger(__name__)
 
 JUDGE_EVERY_S = 5.0
 """Seconds between looks at what limits the pipeline."""
+
+BAD_BATCHES_FILE = "bad_batches.jsonl"
+"""In the run folder: what was left out as not finite, with where it comes from."""
+
+DIVERGED = 4
+"""Batches in a row that are not finite: the weights are to blame then, and not worth a checkpoint."""
 
 MAX_WINDOWS = 2048
 """Steps kept one by one for that; longer ago, neighbours are joined."""
@@ -55,18 +64,31 @@ class _Launched:
     Attributes:
         before: Step, next batch and skipped batches that the run goes back to if the update was left out.
         step: Updates done with this one.
-        number: Number of its last micro-batch.
-        rows: Data set rows of its micro-batches.
+        numbers: Its micro-batches.
         queue: Batches that were waiting.
+        is_measured, is_saved: What is to follow, apart from what the result gives cause for.
     """
 
     result: PendingResult
     sums: StepSums
     before: tuple[int, int, int]
     step: int
-    number: int
-    rows: list[int]
+    numbers: list[int]
     queue: int
+    is_measured: bool
+    is_saved: bool
+
+
+class _NotFinite(Exception):
+    """An update was left out, as its loss or gradient is not finite; the run stands where it was before.
+
+    Attributes:
+        numbers: The update's micro-batches.
+    """
+
+    def __init__(self, launched: _Launched, result: StepResult) -> None:
+        super().__init__(f"the loss is {result.loss}, the gradient norm {result.grad_norm}")
+        self.numbers = launched.numbers
 
 
 @dataclass(frozen=True)
@@ -74,14 +96,14 @@ class TrainReport:
     """How a run ended; written to ``report.json``.
 
     Attributes:
-        ending: ``finished``, the name of the signal that stopped it, or ``max_hours``.
+        ending: ``finished``, the name of the signal that stopped it, ``stop``, or ``max_hours``.
         step, total_steps: Updates done and planned.
         tokens: Document tokens trained on by this process (earlier ones of a resumed run excluded).
         seconds: Wall time of this process's training.
         put_wait_s, get_wait_s: Seconds targets were blocked by a full queue (summed) and the drafter by an empty one.
-        skipped_batches: Micro-batches of steps in which nothing was to be learnt.
+        skipped_batches: Micro-batches left out in the whole run: nothing was to be learnt, or something not finite.
         best_acceptance_length: Best on the held-out rows; None without any.
-        issued, delivered: Micro-batches handed to the targets by this process, and taken by the drafter.
+        ledger: Micro-batches of this process, as `paceline.pipeline.coordinator.Ledger` has them.
         verdict: What limited the pipeline, as `paceline.profiling.verdict.Verdict` has it.
     """
 
@@ -94,14 +116,15 @@ class TrainReport:
     get_wait_s: float
     skipped_batches: int
     best_acceptance_length: float | None
-    issued: int
-    delivered: int
+    ledger: dict[str, int]
     verdict: dict[str, Any]
 
 
-def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState) -> TrainState:
+def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState, allowed: Collection[str] = ()) -> TrainState:
     """Load the newest complete checkpoint of the run into the trainer, or start fresh if it has none.
 
+    Args:
+        allowed: Keys that were allowed to change (`--allow-change`): what follows from them may differ.
     Raises: CheckpointError if the run was trained with another target, other data or other batches, or if all
         checkpoints are damaged.
     """
@@ -115,13 +138,14 @@ def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState) -> TrainState
     state = checkpoint.load_state(place)
     for name, key in (("target_fingerprint", "target.path"), ("data_fingerprint", "data.path")):
         trained, now = getattr(state, name), getattr(fresh, name)
-        if trained != now:
+        if trained != now and key not in allowed:
             raise CheckpointError(
-                f"{place} was trained with other contents of {key}: {name} {trained[:12]}, now {now[:12]}"
+                f"{place} was trained with other contents of {key}: {name} {trained[:12]}, now {now[:12]}; "
+                f"--allow-change {key} goes on all the same"
             )
     for name in ("total_steps", "num_anchors"):
         trained, now = getattr(state, name), getattr(fresh, name)
-        if trained != now:
+        if trained != now and not allowed:
             raise CheckpointError(
                 f"{place} was trained with {name}={trained}, now it would be {now}: the run went on elsewhere, or with "
                 "another version"
@@ -131,7 +155,14 @@ def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState) -> TrainState
         best = checkpoint.place_of(run.checkpoints, state.best_step)
         if best.is_dir():
             checkpoint.point(run.checkpoints, "best", best)
-    return state
+    return replace(
+        fresh,
+        step=state.step,
+        next_batch=state.next_batch,
+        skipped_batches=state.skipped_batches,
+        best_acceptance_length=state.best_acceptance_length,
+        best_step=state.best_step,
+    )
 
 
 class TrainLoop:
@@ -141,9 +172,11 @@ class TrainLoop:
         run: Locked run folder.
         state: Where to start; from `restore`.
         make_features: Features of batch n; called by the target roles.
+        saver: Of the run's checkpoints.
+        steering: What is asked of the run while it goes on.
         validate: None without held-out rows.
         should_stop: Asked after every micro-batch; the name of the reason ends the run gracefully.
-        between: Called between micro-batches, on the drafter's thread.
+        source_of: Where a data set row comes from, ``FILE:LINE``.
         track: Takes each line of ``metrics.jsonl``.
     """
 
@@ -155,10 +188,12 @@ class TrainLoop:
         state: TrainState,
         make_features: MakeFeatures,
         *,
+        saver: Saver,
+        steering: Steering,
         validate: Validate | None,
         progress: Progress,
         should_stop: Callable[[], str | None],
-        between: Callable[[], None] = lambda: None,
+        source_of: Callable[[int], str] = str,
         track: Callable[[dict[str, Any]], None] = lambda line: None,
     ) -> None:
         self.run_folder = run
@@ -168,8 +203,10 @@ class TrainLoop:
         self.make_features = make_features
         self.validate = validate
         self.progress = progress
+        self.saver = saver
+        self.steering = steering
         self.should_stop = should_stop
-        self.between = between
+        self.source_of = source_of
         self.track = track
         self.step = state.step
         self.next_batch = state.next_batch
@@ -179,6 +216,10 @@ class TrainLoop:
         self._start = state
         self._saved_step = state.step if state.step else -1
         self._weights_are_whole = True
+        self._bad: set[int] = set()
+        self._bad_in_a_row = 0
+        self._coordinator = Coordinator(state.next_batch, resolved.end_batch)
+        self._between: Callable[[], None] = lambda: None
         self._totals = StepSums()
         self._launched: deque[_Launched] = deque()
         self._settled_at = 0.0
@@ -188,39 +229,35 @@ class TrainLoop:
         self._has_merged = False
         self._judged_at = 0.0
 
-    def run(self) -> TrainReport:
+    def ledger(self) -> Ledger:
+        """Where the micro-batches of this process are."""
+        return self._coordinator.ledger()
+
+    def run(self, between: Callable[[], None] = lambda: None) -> TrainReport:
         """Train to the end, or until a stop is asked for; the last step is always saved.
 
         A stop between the micro-batches of a step drops what the step has gathered: the next start makes it again.
-        Raises: PipelineError when a role fails, after saving the last complete step.
+
+        Args:
+            between: Called between micro-batches, on the drafter's thread.
+        Raises: PipelineError when a role fails, after saving the last complete step; DataError if there was nothing
+            to learn; CheckpointError if the last step cannot be saved.
         """
         started = time.perf_counter()
+        self._between = between
         metrics = MetricsLog(self.run_folder.metrics_file, self.step)
-        pipeline, topology = self.config.pipeline, self.config.topology
         self._show_progress()
         stages.set_gauge("first_step", self.step)
         stages.set_gauge("started_ns", time.monotonic_ns())
         try:
-            with (
-                stages.as_role("drafter-0"),
-                open_stream(
-                    self.make_features,
-                    self.next_batch,
-                    self.resolved.end_batch,
-                    layout=topology.layout,
-                    targets=topology.targets,
-                    threads=int(topology.threads),
-                    queue_depth=int(pipeline.queue_depth),
-                    max_bytes=int(pipeline.queue_gib * 2**30),
-                    min_ready=pipeline.min_ready,
-                    batches_per_step=self.resolved.batches_per_step,
-                    should_stop=self.should_stop,
-                ) as stream,
-            ):
-                ending = self._train_and_save(stream, metrics)
-                ledger = stream.ledger()
+            with stages.as_role("drafter-0"):
+                ending = None
+                while ending is None:
+                    ending = self._run_stream(metrics)
         finally:
             metrics.close()
+        if ending == "finished" and self.step == 0:
+            raise DataError(f"nothing was to be learnt from any of {self.skipped_batches} batches: no step was made")
         return TrainReport(
             ending=ending,
             step=self.step,
@@ -231,121 +268,204 @@ class TrainLoop:
             get_wait_s=self._totals.get_wait_s,
             skipped_batches=self.skipped_batches,
             best_acceptance_length=self.best,
-            issued=ledger.issued,
-            delivered=ledger.delivered,
+            ledger=asdict(self.ledger()),
             verdict=self._judge().record(),
         )
 
+    def _run_stream(self, metrics: MetricsLog) -> str | None:
+        """Train on batches in order; None where some have to be made again, as one of them is not finite."""
+        pipeline, topology = self.config.pipeline, self.config.topology
+        try:
+            with open_stream(
+                self.make_features,
+                self._coordinator,
+                layout=topology.layout,
+                targets=topology.targets,
+                threads=int(topology.threads),
+                queue_depth=int(pipeline.queue_depth),
+                max_bytes=int(pipeline.queue_gib * 2**30),
+                min_ready=pipeline.min_ready,
+                batches_per_step=self.resolved.batches_per_step,
+                should_stop=self.should_stop,
+                max_retries=pipeline.max_retries,
+            ) as stream:
+                return self._train_and_save(stream, metrics)
+        except _NotFinite as error:
+            seen = error
+        with self._saving_after_failure(metrics):
+            self._find_bad(seen)
+        self._coordinator = self._coordinator.rewound(self.next_batch)
+        return None
+
     def _train_and_save(self, stream: FeatureStream, metrics: MetricsLog) -> str:
         """Save before the targets are joined: one of them may be in a long forward pass."""
-        try:
+        with self._saving_after_failure(metrics):
             ending = self._consume(stream, metrics)
-        except PipelineError:
-            self._save_after_failure(metrics)
-            raise
         if self._saved_step != self.step:
-            self._save()
+            self._save(metrics)
+        self.saver.flush()
         return ending
 
     def _consume(self, stream: FeatureStream, metrics: MetricsLog) -> str:
-        sums, rows = StepSums(), list[int]()
+        sums, numbers = StepSums(), list[int]()
         left_over = StepSums()  # of batches that no step was made of: their time and waits are in the next line's
         self._settled_at, self._stream = time.perf_counter(), stream
         for features in stream:
-            self.between()
+            self._between()
             if (reason := self.should_stop()) is not None:
                 self._settle(0, metrics)
                 return reason
             number = features.tokens.number
             stages.next_batch(number)
-            with self._failing_as_drafter(number):
-                sums += self.trainer.accumulate(features)
-            rows.extend(features.tokens.rows)
+            if number in self._bad:
+                sums += StepSums(batches=1)
+            else:
+                with self._failing_as_drafter(number):
+                    sums += self.trainer.accumulate(features)
+            numbers.append(number)
             if sums.batches < self.resolved.batches_per_step and number + 1 < self.resolved.end_batch:
                 continue
             sums.put_wait_s, sums.get_wait_s, sums.ready_wait_s = stream.take_waits()
             self._totals += sums
             if sums.num_rows == 0:  # no step number is used up
+                self._settle(0, metrics)  # else they could be taken back with the update before
                 self.next_batch = number + 1
                 self.skipped_batches += sums.batches
+                self._coordinator.skipped(numbers)
                 left_over += replace(sums, tokens=0, blocks=0)
                 log.warning("batches up to %d hold nothing to learn; no step is made of them", number)
             else:
                 sums += left_over
                 left_over = StepSums()
-                self._finish_step(sums, number, rows, stream.num_ready(), metrics)
-            sums, rows = StepSums(), []
+                self._finish_step(sums, numbers, stream.num_ready(), metrics)
+            sums, numbers = StepSums(), []
             if self.step >= self.resolved.total_steps:
                 break
         self._settle(0, metrics)
         is_over = self.step >= self.resolved.total_steps or self.next_batch >= self.resolved.end_batch
         return "finished" if is_over else self.should_stop() or "finished"
 
+    def _find_bad(self, seen: _NotFinite) -> None:
+        """Try the micro-batches of an update that was left out one by one; those that are not finite are left out.
+
+        Which they are is a pure function of batch and weights, so a resumed run finds the same.
+        Raises: PipelineError if none is to blame alone, or if there have been too many.
+        """
+        found: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.trainer.drop()
+        for number in seen.numbers:
+            if number in self._bad:
+                continue
+            with stages.GET_WAIT, stages.as_role("target-0"):
+                stages.next_batch(number)
+                features = self._make_again(number)
+            stages.next_batch(number)
+            with self._failing_as_drafter(number):
+                what = self.trainer.not_finite(features)
+            if what is not None:
+                found[number] = (what, features.tokens.rows)
+        last = seen.numbers[-1]
+        if not found:
+            raise PipelineError(
+                f"drafter-0: {seen} at step {self.step + 1}, batches up to {last}, though each batch alone is finite; "
+                "lower optim.lr in a new run.dir",
+                role="drafter-0",
+                batch=last,
+            )
+        bad_log = LineLog(self.run_folder.path / BAD_BATCHES_FILE)
+        for number, (what, rows) in found.items():
+            sources = [self.source_of(row) for row in rows]
+            line = {"time": time.time(), "step": self.step + 1, "batch": number, "what": what, "rows": rows}
+            bad_log.write(line | {"sources": sources})
+            log.warning(
+                "batch %d is left out: its %s is not finite; it is made of %s",
+                number, what, ", ".join(sources[:3]) + (" ..." if len(sources) > 3 else ""),
+            )  # fmt: skip
+        bad_log.close()
+        self._bad |= found.keys()
+        self._bad_in_a_row += len(found)
+        if len(self._bad) > self.config.run.max_bad_batches:
+            self._weights_are_whole = self._bad_in_a_row < DIVERGED
+            number, (what, rows) = next(iter(found.items()))
+            whose = "the weights have diverged: lower optim.lr in a new run.dir"
+            if self._weights_are_whole:
+                whose = f"look at {BAD_BATCHES_FILE} and at the rows (`paceline inspect`), or lower optim.lr"
+            raise PipelineError(
+                f"drafter-0: the {what} of batch {number} is not finite; data set rows {list(rows)}. "
+                f"{len(self._bad)} such batches are more than run.max_bad_batches={self.config.run.max_bad_batches}: "
+                + whose,
+                role="drafter-0",
+                batch=number,
+            )
+
+    def _make_again(self, number: int) -> FeatureBatch:
+        try:
+            return self.make_features(number)
+        except Exception as error:
+            raise PipelineError(
+                f"target-0 failed on batch {number}: {type(error).__name__}: {error}", role="target-0", batch=number
+            ) from error
+
     @contextlib.contextmanager
     def _failing_as_drafter(self, number: int) -> Iterator[None]:
         """Whatever fails in here ends the run under the role's name and batch."""
         try:
             yield
-        except PacelineError:
+        except (PacelineError, _NotFinite):
             raise
         except Exception as error:
             raise PipelineError(
                 f"drafter-0 failed on batch {number}: {type(error).__name__}: {error}", role="drafter-0", batch=number
             ) from error
 
-    def _finish_step(self, sums: StepSums, number: int, rows: list[int], queue: int, metrics: MetricsLog) -> None:
+    def _finish_step(self, sums: StepSums, numbers: list[int], queue: int, metrics: MetricsLog) -> None:
         """Launch the update; where nothing is due that needs it, its result is read when the next one is under way."""
         self._weights_are_whole = False
-        with self._failing_as_drafter(number):
+        with self._failing_as_drafter(numbers[-1]):
             result = self.trainer.update(self.step)
         before = self.step, self.next_batch, self.skipped_batches
         self.step += 1
-        self.next_batch = number + 1
+        self.next_batch = numbers[-1] + 1
+        self.skipped_batches += sum(number in self._bad for number in numbers)
         self._weights_are_whole = True
-        self._launched.append(_Launched(result, sums, before, self.step, number, rows, queue))
-        self._settle(0 if self._is_due(self.step) else self.trainer.depth, metrics)
-
-    def _is_last(self, step: int) -> bool:
-        return step >= self.resolved.total_steps
-
-    def _is_due(self, step: int) -> bool:
-        """Whether the drafter is measured or saved after this step."""
-        measures = self.validate is not None and step % self.config.eval.validate_every == 0
-        return measures or self._is_last(step) or step % self.config.checkpoint.every_steps == 0
+        is_last = self.step >= self.resolved.total_steps
+        every = self.steering.config.checkpoint.every_steps
+        launched = _Launched(
+            result, sums, before, self.step, numbers, queue,
+            is_measured=self.validate is not None and (is_last or self.step % self.config.eval.validate_every == 0),
+            is_saved=is_last or self.step % every == 0 or self.steering.wants_save(),
+        )  # fmt: skip
+        self._launched.append(launched)
+        self._settle(0 if launched.is_measured or launched.is_saved else self.trainer.depth, metrics)
 
     def _settle(self, depth: int, metrics: MetricsLog) -> None:
         """Read the results of launched updates until `depth` are left; write them down, and measure and save."""
         while len(self._launched) > depth:
             launched = self._launched.popleft()
-            with self._failing_as_drafter(launched.number):
+            with self._failing_as_drafter(launched.numbers[-1]):
                 result = launched.result.read()
                 self._check(launched, result)
+                self._coordinator.trained(number for number in launched.numbers if number not in self._bad)
+                self._coordinator.skipped(number for number in launched.numbers if number in self._bad)
                 with stages.LOG:
                     line = self._line(launched, result)
-                self._record(line, metrics)
+                self._record(launched, line, metrics)
 
     def _check(self, launched: _Launched, result: StepResult) -> None:
-        """Raises: PipelineError, FloatingPointError; the run is back where the last good update left it then."""
+        """Raises: _NotFinite; the run is back where the last good update left it then."""
         if math.isfinite(result.loss) and result.is_finite:
+            self._bad_in_a_row = 0
             return
         self.step, self.next_batch, self.skipped_batches = launched.before
         self._launched.clear()  # later updates were left out as well
-        if math.isfinite(result.loss):
-            raise FloatingPointError(f"the gradient norm is {result.grad_norm}; lower optim.lr in a new run.dir")
-        self._weights_are_whole = False  # finite perhaps, but of no use
-        raise PipelineError(
-            f"drafter-0: the loss of batch {launched.number} is {result.loss}; data set rows {launched.rows}. "
-            "Lower optim.lr in a new run.dir, or look at the rows with `paceline inspect`",
-            role="drafter-0",
-            batch=launched.number,
-        )
+        raise _NotFinite(launched, result)
 
     def _line(self, launched: _Launched, result: StepResult) -> dict[str, Any]:
         """A line of ``metrics.jsonl``; its times leave out what was measured and saved since the last."""
         sums, now = launched.sums, time.perf_counter()
         line = {
             "step": launched.step,
-            "batch": launched.number,
+            "batch": launched.numbers[-1],
             "loss": result.loss,
             "acceptance_length_est": result.committed / sums.blocks,
             "lr": result.lr,
@@ -372,20 +492,18 @@ class TrainLoop:
         stages.set_gauge("tokens", self._num_tokens)
         stages.set_gauge("batches", self._num_batches)
 
-    def _record(self, line: dict[str, Any], metrics: MetricsLog) -> None:
-        step, improved = line["step"], False
+    def _record(self, launched: _Launched, line: dict[str, Any], metrics: MetricsLog) -> None:
+        improved = False
         try:
-            if self.validate is not None and (self._is_last(step) or step % self.config.eval.validate_every == 0):
+            if launched.is_measured and self.validate is not None:
                 improved = self._measure(self.validate, line)
         finally:
             with stages.LOG:
                 metrics.write(line)  # also when measuring fails: the step has been made, and will be saved
                 self.track(line)
-        if improved or self._is_last(step) or step % self.config.checkpoint.every_steps == 0:
-            place = self._save()
-            if improved:
-                checkpoint.point(self.run_folder.checkpoints, "best", place)
-        if "validation_acceptance_length" in line or self._saved_step == step:
+        if improved or launched.is_saved:
+            self._save(metrics, is_best=improved)
+        if "validation_acceptance_length" in line or self._saved_step == line["step"]:
             self._totals += self._waits()  # in a pause the targets wait for nothing that says who is slower
         with stages.LOG:
             if time.perf_counter() - self._judged_at > JUDGE_EVERY_S:
@@ -427,38 +545,32 @@ class TrainLoop:
             self.best, self.best_step = acceptance.length, self.step
         return improved
 
-    def _save(self) -> Path:
-        state = TrainState(
+    def _save(self, metrics: MetricsLog, *, is_best: bool = False) -> None:
+        """Hand the present state to the saver; the lines of its steps reach the disk before it does."""
+        state = replace(
+            self._start,
             step=self.step,
             next_batch=self.next_batch,
             skipped_batches=self.skipped_batches,
-            total_steps=self.resolved.total_steps,
-            num_anchors=self._start.num_anchors,
             best_acceptance_length=self.best,
             best_step=self.best_step,
-            target_fingerprint=self._start.target_fingerprint,
-            data_fingerprint=self._start.data_fingerprint,
         )
-        with stages.CHECKPOINT_SNAPSHOT:
-            place = checkpoint.save(
-                self.run_folder.checkpoints,
-                state,
-                self.trainer.drafter,
-                self.trainer.optimizer,
-                keep_last=self.config.checkpoint.keep_last,
-                keep_every=self.config.checkpoint.keep_every,
-            )
+        self.steering.begin_save(self.step)
+        self.saver.save(state, is_best=is_best, before=metrics.sync)
         self._saved_step = self.step
-        self.run_folder.event("checkpoint", step=self.step)
-        return place
 
-    def _save_after_failure(self, metrics: MetricsLog) -> None:
-        """The weights are those of the last complete step: worth keeping, unless that fails as well."""
-        with contextlib.suppress(PacelineError):
-            self._settle(0, metrics)
-        if self._saved_step == self.step or self.step == 0 or not self._weights_are_whole:
-            return
+    @contextlib.contextmanager
+    def _saving_after_failure(self, metrics: MetricsLog) -> Iterator[None]:
+        """Where a role fails the weights are those of the last complete step: worth keeping, unless that fails too."""
         try:
-            self._save()
-        except Exception as error:  # the failure that ends the run is the one to report
-            log.error("%s", error)
+            yield
+        except PipelineError:
+            with contextlib.suppress(PacelineError, _NotFinite):
+                self._settle(0, metrics)
+            try:
+                if self._saved_step != self.step and self.step > 0 and self._weights_are_whole:
+                    self._save(metrics)
+                self.saver.flush()
+            except Exception as error:  # the failure that ends the run is the one to report
+                log.error("%s", error)
+            raise

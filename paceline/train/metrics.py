@@ -3,54 +3,103 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from paceline.files import write_atomically
+from paceline.control.lines import LineLog
+from paceline.errors import CheckpointError
+from paceline.files import explain, sync, write_atomically
+
+log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends to the file of a run.
+    """Appends to the file of a run. A disk that takes no lines holds up nothing: they wait, as `LineLog` says.
 
     Args:
         path: The file; made if missing.
         step: Lines of later steps are dropped: they belong to training that was lost with the process.
+    Raises: CheckpointError if it cannot be read or cut back.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        _cut_back(path, step)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
+        try:
+            missing = set(range(1, step + 1)) - _cut_back(path, step)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be cut back to step {step}, after which the run goes on: {explain(error)}"
+            ) from error
+        if missing:
+            log.warning(
+                "%s has no lines of steps %s: they were not on the disk when the process or the machine went down; "
+                "the training itself lacks nothing",
+                path,
+                _ranges(missing),
+            )
+        self._log = LineLog(path, stays_open=True)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one step and hand it to the kernel, so that a killed process loses none."""
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._log.write(line)
+
+    def sync(self) -> None:
+        """Force the lines to the disk, so that a checkpoint is never ahead of them; from any thread.
+
+        It takes as long as the disk does, and `write` does not wait for it: call it where the checkpoint is written.
+        """
+        self._log.sync()
 
     def close(self) -> None:
-        """Flush to disk and close."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Force the lines to the disk and close."""
+        self._log.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; a last line that a crash left half-written is passed over."""
+    """All complete lines; one that a crash left half-written is passed over."""
+    return [line for _, line in _lines(path)]
+
+
+def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of the steps up to `step`, in order, each step once: the later line where training went back."""
+    newest = {line["step"]: line for line in read_metrics(path) if line["step"] <= step}
+    return [newest[number] for number in sorted(newest)]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each complete line as it stands in the file, and what it says."""
     if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(line, dict) or "step" not in line:
-            break
-        lines.append(line)
-    return lines
+        return
+    with open(path, "rb") as file:
+        for text in file:
+            try:
+                line = json.loads(text.decode())
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                yield text.rstrip(b"\r\n") + b"\n", line
 
 
-def _cut_back(path: Path, step: int) -> None:
+def _cut_back(path: Path, step: int) -> set[int]:
+    """Leave one line of each step up to `step` in the file; which steps those are. Raises: OSError."""
+    newest = {line["step"]: text for text, line in _lines(path) if line["step"] <= step}
     if path.is_file():
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        kept = b"".join(newest[number] for number in sorted(newest))
+        found = path.read_bytes()
+        if found.startswith(kept):  # nearly always; it works on a full disk as well, and at any instant
+            if len(found) > len(kept):
+                os.truncate(path, len(kept))
+                sync(path)
+        else:
+            write_atomically(path, kept.decode())
+    return set(newest)
+
+
+def _ranges(steps: Iterable[int]) -> str:
+    """``1-3, 7``: at most five, and how many more."""
+    runs = [list(run) for _, run in groupby(enumerate(sorted(steps)), lambda pair: pair[1] - pair[0])]
+    texts = [str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs]
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more ranges" if len(texts) > 5 else "")

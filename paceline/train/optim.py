@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,7 @@ class MasterAdamW:
         self.exp_avg, self.exp_avg_sq = (self._views(self._flat[key]) for key in ("exp_avg", "exp_avg_sq"))
         self.failed = torch.zeros((), device=device)
         self._hyper = torch.zeros(4, device=device)
+        self._being_copied: torch.cuda.Event | None = None
         self._flat_sums: Tensor | None = None
         if sums_gradients:
             self.sum_gradients()
@@ -103,7 +104,11 @@ class MasterAdamW:
             parameter.register_post_accumulate_grad_hook(add)
 
     def set_rate(self, lr: float, step: int) -> None:
-        """Say the rate of the update that follows `step` finished ones; `apply` then reads device memory only."""
+        """Say the rate of the update that follows `step` finished ones; `apply` then reads device memory only.
+
+        A copy of the state that is still under way comes first: the update waits for it on the device.
+        """
+        self.wait_for_copy()
         beta1, beta2 = self.optim.betas
         hyper = torch.tensor([lr, 1.0 - beta1 ** (step + 1), 1.0 - beta2 ** (step + 1)], dtype=torch.float32)
         if self._hyper.is_cuda:
@@ -162,28 +167,62 @@ class MasterAdamW:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def state(self, step: int) -> dict[str, Tensor]:
-        """What an update needs beside the masters after `step` updates, under the names of a checkpoint."""
+    def buffers(self) -> dict[str, Tensor]:
+        """All that updates change, float32, each in one piece: ``master``, ``exp_avg`` and ``exp_avg_sq``."""
+        return dict(self._flat)
+
+    def named(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Views by name of one of the buffers, or of a copy of it."""
+        views = self._views(buffer)
+        return {name: views[name] for name in self.masters}
+
+    def update_after(self, copied: torch.cuda.Event) -> None:
+        """Have the next update wait, on the device, until the buffers have been copied."""
+        self._being_copied = copied
+
+    def wait_for_copy(self) -> None:
+        """Let the current stream wait for what `update_after` was told; the host goes on.
+
+        Outside of what is recorded into a graph: the copy is not there at a replay.
+        """
+        if self._being_copied is not None:
+            torch.cuda.current_stream(self._hyper.device).wait_event(self._being_copied)
+            self._being_copied = None
+
+    def state(self, step: int, buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """What an update needs beside the masters after `step` updates, under the names of a checkpoint.
+
+        Args:
+            buffers: Copies to take it from; None: as it is now.
+        """
+        exp_avg, exp_avg_sq = self.exp_avg, self.exp_avg_sq
+        if buffers is not None:
+            exp_avg, exp_avg_sq = self.named(buffers["exp_avg"]), self.named(buffers["exp_avg_sq"])
         count = torch.tensor(float(step))
         return {
             f"{key}.{name}": value
             for name in self.masters
-            for key, value in (
-                ("step", count.clone()),
-                ("exp_avg", self.exp_avg[name]),
-                ("exp_avg_sq", self.exp_avg_sq[name]),
-            )
+            for key, value in (("step", count.clone()), ("exp_avg", exp_avg[name]), ("exp_avg_sq", exp_avg_sq[name]))
         }
 
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor] | None) -> None:
-        """Take over masters and, if any, the state that belongs to them. Raises: KeyError naming what is missing."""
+        """Take over masters and, if any, the state that belongs to them.
+
+        Raises: KeyError naming what is missing; ValueError naming what has another shape.
+        """
         for name, master in self.masters.items():
-            master.copy_(weights[name])
+            _take_over(master, weights, name)
             if state is not None:
-                self.exp_avg[name].copy_(state[f"exp_avg.{name}"])
-                self.exp_avg_sq[name].copy_(state[f"exp_avg_sq.{name}"])
+                _take_over(self.exp_avg[name], state, f"exp_avg.{name}")
+                _take_over(self.exp_avg_sq[name], state, f"exp_avg_sq.{name}")
         if self._flat_copy is not None:
             self._flat_copy.copy_(self._flat["master"])
+
+
+def _take_over(own: Tensor, tensors: Mapping[str, Tensor], name: str) -> None:
+    if tensors[name].shape != own.shape:
+        raise ValueError(f"{name} has shape {list(tensors[name].shape)}, {list(own.shape)} is wanted")
+    own.copy_(tensors[name])
 
 
 def _adding_to(total: Tensor) -> Callable[[Tensor], None]:

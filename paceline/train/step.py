@@ -180,7 +180,7 @@ class TrainStep:
     def update(self, step: int) -> PendingResult:
         """Divide the gradients by the step's weight, clip, and update; `step` counts the updates before this one.
 
-        A gradient that is not finite updates nothing, neither now nor later; the result says so.
+        A loss or gradient that is not finite updates nothing, neither now nor later until `drop`; the result says so.
         """
         lr = learning_rate(step, self.total_steps, self.optim)
         with stages.OPTIMIZER:
@@ -208,9 +208,25 @@ class TrainStep:
         return self._result[0] / self._result[1]
 
     def drop(self) -> None:
-        """Forget the micro-batches since the last update."""
+        """Forget the micro-batches since the last update, and a gradient that was not finite."""
         self._sums.zero_()
         self.optimizer.zero_grad()
+        self.optimizer.failed.zero_()
+
+    def not_finite(self, features: FeatureBatch) -> str | None:
+        """What of a micro-batch is not finite: ``features``, ``loss`` or ``gradient``; None if all is. Waits for the
+        device, and drops what has been gathered for the next update."""
+        hidden = [features.context_feature] + ([] if features.last_hidden is None else [features.last_hidden])
+        if not all(bool(each.isfinite().all()) for each in hidden):
+            return "features"
+        self.drop()
+        has_rows = self.accumulate(features).num_rows > 0
+        loss = bool(self._sums.isfinite().all())
+        gradient = all(bool(grad.isfinite().all()) for grad in self.optimizer.gradients().values())
+        self.drop()
+        if not has_rows or (loss and gradient):
+            return None
+        return "gradient" if loss else "loss"
 
     def _stage(self, inputs: BlockInputs) -> BlockInputs:
         if self._staging is None:
@@ -277,7 +293,7 @@ class TrainStep:
         self._sums += torch.stack([loss.detach().double(), weight.double(), committed.double()])
 
     def _launch_update(self, _variant: int) -> None:
-        norm = self.optimizer.apply(self._sums[1])
+        norm = self.optimizer.apply(self._sums[1] + 0.0 * self._sums[0])  # a loss that is not finite updates nothing
         self._result.copy_(torch.cat([self._sums, norm.double()[None], self.optimizer.failed.double()[None]]))
         self._sums.zero_()
 

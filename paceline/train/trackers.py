@@ -2,6 +2,9 @@
 
 What was asked for must be there when a run starts. Later nothing here may hold up or end the run: each tracker has a
 thread of its own, lines that it cannot keep up with are dropped, and one that fails is silent after one warning.
+
+A resumed run goes on in the same place, each step once. What the process before it had not handed over when it died is
+made up from ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -14,25 +17,30 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 from paceline.config import Tracking
 from paceline.control.run_folder import RunFolder
 from paceline.errors import ConfigError
+from paceline.files import without_credentials
 from paceline.profiling import stages
+from paceline.train.metrics import lines_until
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
 """Lines that may wait for a tracker before some are dropped."""
 
-FINISH_S = 30.0
+FINISH_S = 10.0
 """Seconds that the end of a run waits for its trackers."""
 
 TENSORBOARD_FOLDER = "tensorboard"
 """In the run folder, and the same after a resume."""
+
+MADE_UP = 1000
+"""Last lines that a resumed run logs to TensorBoard again: what it holds back, which is 10 s, is lost when killed."""
 
 WANDB_FILE = "wandb.json"
 """In the run folder: project and id of the Weights & Biases run, so that a resumed run goes on with it."""
@@ -40,6 +48,10 @@ WANDB_FILE = "wandb.json"
 
 class Tracker(Protocol):
     """One place to log to."""
+
+    @property
+    def next_step(self) -> int:
+        """The first step that it takes."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log the numbers of a step."""
@@ -52,13 +64,14 @@ class TensorBoard:
     """Event files in the run folder.
 
     Args:
-        step: What an earlier process logged of later steps is hidden: that training was lost with it.
+        next_step: What an earlier process logged of this step and later ones is hidden: it comes again.
     """
 
-    def __init__(self, run: RunFolder, step: int) -> None:
+    def __init__(self, run: RunFolder, next_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run.path / TENSORBOARD_FOLDER), purge_step=step + 1, flush_secs=10)
+        self.next_step = next_step
+        self._writer: Any = SummaryWriter(str(run.path / TENSORBOARD_FOLDER), purge_step=next_step, flush_secs=10)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -71,11 +84,15 @@ class TensorBoard:
 class WandB:
     """A Weights & Biases run of the run folder's name.
 
+    Their rows cannot be taken back. What a killed process logged beyond its last checkpoint stays, as the resumed run
+    comes to the same numbers, and is not logged again.
+
     Args:
-        settings: The resolved configuration, shown with the run.
+        settings: The resolved configuration, shown with the run, but for passwords of URLs.
+        step: Steps that the run has made.
     """
 
-    def __init__(self, run: RunFolder, project: str, settings: dict[str, Any]) -> None:
+    def __init__(self, run: RunFolder, project: str, settings: dict[str, Any], step: int) -> None:
         import wandb
 
         self._run: Any = wandb.init(
@@ -83,16 +100,17 @@ class WandB:
             id=_wandb_id(run, project),
             name=run.path.resolve().name,
             dir=str(run.path),
-            config=settings,
+            config=without_credentials(settings),
             resume="allow",
             settings=wandb.Settings(console="off"),  # the terminal is ours
         )
-        # by our step and not by their count: after a resume some steps come again, which they would leave out
+        # what is logged offline is with them later, so nobody knows what they have
+        self.next_step: int = step + 1 if self._run.offline else self._run.starting_step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log({**values, "step": step})
+        self._run.log({**values, "step": step}, step=step, commit=True)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
@@ -128,11 +146,15 @@ class Trackers:
     def __init__(self, tracking: Tracking, run: RunFolder, step: int, settings: dict[str, Any]) -> None:
         check_packages(tracking)
         self._feeds: list[_Feed] = []
+        done = lines_until(run.metrics_file, step) if tracking.tensorboard or tracking.wandb is not None else []
         if tracking.tensorboard:
-            self._start("tensorboard", lambda: TensorBoard(run, step), "look at the run folder, or leave the key out")
+            again = done[-MADE_UP:]
+            next_step = again[0]["step"] if again else step + 1
+            advice = "look at the run folder, or leave the key out"
+            self._start("tensorboard", lambda: TensorBoard(run, next_step), done, advice)
         if (project := tracking.wandb) is not None:
             advice = "log in with `wandb login`, or set WANDB_MODE=offline"
-            self._start("wandb", lambda: WandB(run, project, settings), advice)
+            self._start("wandb", lambda: WandB(run, project, settings, step), done, advice)
 
     def log(self, line: dict[str, Any]) -> None:
         """Take a line of ``metrics.jsonl``; what is no number in it is left out."""
@@ -156,21 +178,22 @@ class Trackers:
     ) -> None:
         self.close(failed=kind is not None)
 
-    def _start(self, name: str, make: Callable[[], Tracker], advice: str) -> None:
+    def _start(self, name: str, make: Callable[[], Tracker], done: Sequence[dict[str, Any]], advice: str) -> None:
         try:
             tracker = make()
         except Exception as error:  # whatever it is, it is about what the user asked for
             self.close(failed=True)
             reason = f"{type(error).__name__}: {error}".rstrip(".")
             raise ConfigError(f"tracking.{name} cannot start: {reason}; {advice}") from error
-        self._feeds.append(_Feed(name, tracker))
+        self._feeds.append(_Feed(name, tracker, done))
 
 
 class _Feed:
-    """A tracker's thread, and the lines that wait for it."""
+    """A tracker's thread, and the lines that wait for it: first those of `done` that the tracker lacks."""
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self._name, self._tracker = name, tracker
+    def __init__(self, name: str, tracker: Tracker, done: Sequence[dict[str, Any]]) -> None:
+        self._name, self._tracker, self._next_step = name, tracker, tracker.next_step
+        self._done = [line for line in done if line["step"] >= self._next_step]
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
         self._has_dropped = self._failed = False
         self._is_ending = threading.Event()
@@ -200,13 +223,19 @@ class _Feed:
     def _work(self) -> None:
         with stages.named_thread(self._name):
             try:
+                for made_up in self._done:
+                    self._log(made_up)
                 while (line := self._next()) is not None:
-                    self._tracker.log(line["step"], numbers(line))
+                    self._log(line)
                 self._tracker.finish(self._failed)
             except Exception as error:  # whatever it is, the run is worth more
                 log.warning("%s logs no more: %s: %s", self._name, type(error).__name__, error)
                 while self._next() is not None:  # so that nothing waits
                     pass
+
+    def _log(self, line: dict[str, Any]) -> None:
+        if line["step"] >= self._next_step:
+            self._tracker.log(line["step"], numbers(line))
 
     def _next(self) -> dict[str, Any] | None:
         """The next line; None at the end."""

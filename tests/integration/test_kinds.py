@@ -62,4 +62,4 @@ def test_a_kind_is_a_class(toy: Toy, tmp_path: Path) -> None:
     drafted = speculative_decode(target, drafter, prompt, 20, ())
     assert drafted.tokens == plain.tokens
     again, _ = train(toy.config(tmp_path / "run", *overrides))
-    assert again.step == 12 and again.delivered == 0
+    assert again.step == 12 and again.ledger["issued"] == 0

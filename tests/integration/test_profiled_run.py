@@ -84,7 +84,7 @@ def test_a_split_run_says_where_its_time_went(toy: Toy, plain: list[dict[str, An
     expected = {"draw_blocks": batches, "backward": batches, "optimizer": STEPS, "grad_norm_item": STEPS, "validate": 2}
     assert {name: drafter[name] for name in expected} == expected and roles["drafter-0"]["batches"] == batches
     made = [counts(roles[role])["read_batch"] for role in ("target-0", "target-1")]
-    assert sum(made) == report.issued and min(made) > 0
+    assert sum(made) == report.ledger["issued"] and min(made) > 0
 
 
 @pytest.mark.parametrize("layout", ["split", "colocated"])
@@ -115,7 +115,7 @@ def test_a_colocated_run_counts_both_of_its_roles(toy: Toy, tmp_path: Path) -> N
     assert found["forward"]["count"] == found["layers"]["count"] == found["get_wait"]["count"] == batches
     assert found["recompute"]["count"] == 2 * batches  # two layers
     assert [name for record in roles.values() for name, stage in record["stages"].items() if "errors" in stage] == []
-    assert counts(roles["target-0"])["read_batch"] == report.delivered == batches
+    assert counts(roles["target-0"])["read_batch"] == report.ledger["trained"] == batches
 
 
 def test_a_run_is_switched_on_and_off_from_outside(toy: Toy, plain: list[dict[str, Any]], tmp_path: Path) -> None:

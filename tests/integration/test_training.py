@@ -10,19 +10,22 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.cli.train import merge_with_saved
+from paceline.cli.train import allowed_keys, merge_with_saved, run_training
 from paceline.config import dump_config
 from paceline.control.run_folder import RunFolder
-from paceline.errors import CheckpointError, ConfigError, PipelineError
+from paceline.data.prepare import PrepareSettings, prepare
+from paceline.errors import CheckpointError, ConfigError, DataError, PipelineError
 from paceline.models.target import Target
+from paceline.records import StepSums
 from paceline.train.checkpoint import load_drafter, point
-from tests.toy import Toy, build_toy, train
+from tests.toy import Toy, Watch, build_toy, train
 
 STEPS = 12
 TIMES = ("tok_per_s", "queue", "put_wait_s", "get_wait_s", "ready_wait_s", "seconds")
@@ -171,9 +174,11 @@ def test_a_failing_drafter_releases_the_targets(toy: Toy, tmp_path: Path, monkey
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(toy: Toy, tmp_path: Path) -> None:
-    """A diverging run stops with the batch and its rows named instead of logging NaN."""
-    with pytest.raises(PipelineError, match=r"the loss of batch \d+ is (nan|inf)"):
+    """A diverging run stops with the batch and its rows named instead of logging NaN, and saves none of it."""
+    with pytest.raises(PipelineError, match=r"the loss of batch \d+ is not finite; .*the weights have diverged"):
         train(toy.config(tmp_path, "optim.lr=1e30", "optim.clip=1e30"))
+    assert not (tmp_path / "checkpoints").exists()
+    assert all(json.loads(line)["loss"] < 1e30 for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -213,6 +218,32 @@ def test_other_data_behind_the_same_path_is_refused(toy: Toy, tmp_path: Path) ->
     changed = toy.config(tmp_path / "run", "run.max_steps=2", f"data.path={other.data}")
     with pytest.raises(CheckpointError, match=r"other contents of data\.path: data_fingerprint"):
         train(changed)
+
+
+def test_a_change_that_is_allowed_is_taken_over(toy: Toy, tmp_path: Path) -> None:
+    """With the key named, a run goes on with another rate, schedule or data set, and says so in its events."""
+    train(toy.config(tmp_path / "run", "run.max_steps=4"))
+    allowed = allowed_keys(["optim.lr", "run.max_steps", "data.path"])
+    other = tmp_path / "data"
+    prepare([toy.conversations] * 2, other, PrepareSettings(tokenizer=str(toy.target), max_length=128))
+    wanted = toy.config(tmp_path / "run", "run.max_steps=7", "optim.lr=1e-3", f"data.path={other}")
+    config = merge_with_saved(RunFolder(tmp_path / "run").read_config(), wanted, allowed)
+    assert (config.optim.lr, config.run.max_steps, config.data.path) == (1e-3, 7, str(other))
+    with pytest.raises(CheckpointError, match="--allow-change data.path goes on"):
+        run_training(config, Watch())
+    watch = Watch()
+    assert run_training(config, watch, allowed=allowed).step == 7
+    assert [line["step"] for line in watch.lines] == [5, 6, 7] and watch.lines[-1]["lr"] < 1e-3
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [e["allowed_to_change"] for e in events if e["event"] == "resumed"] == [sorted(allowed)]
+
+
+def test_what_is_allowed_to_change_exists() -> None:
+    """A key that there is not is refused with the nearest."""
+    with pytest.raises(ConfigError, match=r"--allow-change optim.rate: unknown key"):
+        allowed_keys(["optim.rate"])
+    with pytest.raises(ConfigError, match=r"did you mean data\.path\?"):
+        allowed_keys(["data.paht"])
 
 
 def test_a_second_trainer_is_kept_out(toy: Toy, tmp_path: Path) -> None:
@@ -259,7 +290,10 @@ def test_the_last_step_takes_the_batches_that_remain(toy: Toy, tmp_path: Path) -
     """With a number of batches that no step size divides, the last step is shorter and none is lost."""
     report, lines = train(toy.config(tmp_path, "optim.tokens_per_step=640", "topology.targets=2"))
     number_of_batches = lines[-1]["batch"] + 1
-    assert number_of_batches % 5 != 0 and report.delivered == report.issued == number_of_batches
+    assert number_of_batches % 5 != 0
+    assert report.ledger == {
+        "issued": number_of_batches, "trained": number_of_batches, "in_flight": 0, "skipped": 0, "retried": 0
+    }  # fmt: skip
     assert report.step == report.total_steps == -(-number_of_batches // 5)
 
 
@@ -304,25 +338,125 @@ def test_a_failing_validation_loses_no_step(toy: Toy, tmp_path: Path, monkeypatc
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
 
 
-def test_gradients_that_are_not_finite_leave_the_weights_alone(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A NaN gradient behind a finite loss ends the run, and the saved weights are those before it."""
+def poison(monkeypatch: pytest.MonkeyPatch, what: str, *numbers: int) -> None:
+    """Make features, loss or gradient of these batches NaN."""
     from paceline.train.step import TrainStep
 
-    original = TrainStep.accumulate
+    accumulate, features_of = TrainStep.accumulate, Target.features
 
-    def poisoned(self: TrainStep, features):
-        sums = original(self, features)
-        if features.tokens.number == 8:
+    def accumulated(self: TrainStep, features):
+        sums = accumulate(self, features)
+        if features.tokens.number in numbers and what == "gradient":
             next(self.drafter.parameters()).grad[0, 0] = float("nan")
+        if features.tokens.number in numbers and what == "loss":
+            self._sums[0] = float("inf")
         return sums
 
-    monkeypatch.setattr(TrainStep, "accumulate", poisoned)
-    with pytest.raises(PipelineError, match="the gradient norm is nan"):
-        train(toy.config(tmp_path))
+    def featured(self: Target, tokens, cache=None):
+        features = features_of(self, tokens, cache)
+        if tokens.number in numbers and what == "features":
+            features.context_feature[0, 0] = float("nan")
+        return features
+
+    monkeypatch.setattr(TrainStep, "accumulate", accumulated)
+    monkeypatch.setattr(Target, "features", featured)
+
+
+@pytest.mark.parametrize("what", ["features", "loss", "gradient"])
+def test_what_is_not_finite_leaves_the_weights_alone(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Without a budget it ends the run, with its batch and rows, and the saved weights are those before it."""
+    poison(monkeypatch, what, 8)
+    with pytest.raises(PipelineError, match=f"the {what} of batch 8 is not finite; data set rows"):
+        train(toy.config(tmp_path, "run.max_bad_batches=0"))
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000004"
     assert all(torch.isfinite(tensor).all() for tensor in tensors(tmp_path).values())
+
+
+@pytest.mark.parametrize("what", ["features", "loss", "gradient"])
+@pytest.mark.parametrize("layout", ["split", "colocated"])
+def test_a_bad_batch_is_left_out_and_named(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, layout: str
+) -> None:
+    """Its step is made of the others, the ledger counts it, and its lines are on record; so again after a resume."""
+    poison(monkeypatch, what, 8, 12, 13)  # of the steps 5 and 7, and 7 has no other
+    config = toy.config(tmp_path / "straight", f"topology.layout={layout}", "topology.targets=1", "run.max_steps=9")
+    report, lines = train(config)
+    assert [(line["step"], line["batch"]) for line in lines] == list(enumerate((1, 3, 5, 7, 9, 11, 15, 17), start=1))
+    assert report.skipped_batches == 3
+    ledger = report.ledger
+    assert (ledger["trained"], ledger["skipped"]) == (15, 3) and ledger["retried"] >= 4
+    assert ledger["issued"] == ledger["trained"] + ledger["in_flight"] + ledger["skipped"]
+    bad = [json.loads(line) for line in (tmp_path / "straight" / "bad_batches.jsonl").read_text().splitlines()]
+    assert [(line["batch"], line["what"]) for line in bad] == [(8, what), (12, what), (13, what)]
+    assert all(source.startswith(f"{toy.conversations}:") for source in bad[0]["sources"])
+
+    stopped = toy.config(tmp_path / "resumed", f"topology.layout={layout}", "topology.targets=1", "run.max_steps=9")
+    train(stopped, lambda step: os.kill(os.getpid(), signal.SIGINT) if step in (4, 5, 6) else None)
+    while train(stopped)[0].ending != "finished":
+        pass
+    assert_same_bits(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_a_passing_failure_changes_nothing(
+    toy: Toy, straight: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that fails once or twice on a batch, or delivers a part of it, makes it again; nothing changes."""
+    original, failures = Target.features, {3: 2, 7: 1, 10: 2}
+
+    def failing(self: Target, tokens, cache=None):
+        features = original(self, tokens, cache)
+        if failures.get(tokens.number, 0):
+            failures[tokens.number] -= 1
+            if tokens.number == 10:
+                return replace(features, context_feature=features.context_feature[:-1])
+            raise RuntimeError("a hiccup")
+        return features
+
+    monkeypatch.setattr(Target, "features", failing)
+    report, lines = train(toy.config(tmp_path, f"run.max_steps={STEPS}", "topology.targets=2"))
+    assert report.ledger["retried"] == 5
+    assert same_training(lines) == same_training(straight[1])
+    assert_same_bits(straight[0], tmp_path)
+
+
+def test_features_of_another_length_end_the_run(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are neither padded nor cut, and both lengths are named."""
+    original = Target.features
+
+    def short(self: Target, tokens, cache=None):
+        features = original(self, tokens, cache)
+        return replace(features, context_feature=features.context_feature[:6])
+
+    monkeypatch.setattr(Target, "features", short)
+    with pytest.raises(PipelineError, match="features of batch 0, 6 tokens of 128, where batch 0 was wanted"):
+        train(toy.config(tmp_path))
+
+
+def test_memory_that_runs_out_is_explained(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the memory plan and the two settings that help, and nothing is tried again."""
+    calls = []
+
+    def greedy(self: Target, tokens, cache=None):
+        calls.append(tokens.number)
+        return torch.empty(2**60)
+
+    monkeypatch.setattr(Target, "features", greedy)
+    with pytest.raises(PipelineError) as caught:
+        train(toy.config(tmp_path, "topology.targets=1"))
+    assert calls == [0]
+    for words in ("out of memory: the plan is", "drafter", "draft.recompute=true", "pipeline.tokens_per_batch"):
+        assert words in str(caught.value)
+
+
+def test_nothing_to_learn_at_all_is_an_error(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that made no step has not finished well."""
+    from paceline.train.step import TrainStep
+
+    monkeypatch.setattr(TrainStep, "accumulate", lambda *_: StepSums(batches=1))
+    with pytest.raises(DataError, match="nothing was to be learnt from any"):
+        train(toy.config(tmp_path))
 
 
 def test_a_stop_is_obeyed_while_measuring_and_while_waiting(

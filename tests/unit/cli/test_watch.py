@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import main, profile, run_state, watch
 from paceline.cli.top_frame import Frame, StageRow, ThreadRows, lines_of
+from paceline.control.socket import serving
 from paceline.errors import CheckpointError, PacelineError
 from paceline.profiling import page as layout
 from paceline.profiling import stages
@@ -308,6 +309,11 @@ def test_the_status_of_a_finished_run(tmp_path: Path) -> None:
     [
         ([("started", 0)], "died", "was killed, or died without a word, some time after step 3,"),
         ([("started", 0), ("SIGTERM", 3)], "ended", "was stopped (SIGTERM) at step 3,"),
+        ([("started", 0), ("SIGHUP", 3), ("set", 4)], "ended", "was stopped (SIGHUP) at step 3,"),
+        ([("started", 0), ("stop", 3)], "ended", "was stopped by `paceline stop` at step 3,"),
+        ([("started", 0), ("SIGUSR1", 3)], "ended", "was stopped (SIGUSR1) at step 3,"),
+        ([("started", 0), ("max_hours", 3)], "ended", "was stopped by its time limit (run.max_hours) at step 3,"),
+        ([("started", 0), ("stalled", 2), ("checkpoint failed", 2), ("anything new", 2)], "died", "after step 3,"),
         ([("started", 0), ("failed", 2)], "ended", "failed at step 2,"),
         ([("started", 0), ("failed", 2), ("resumed", 2)], "died", "some time after step 3,"),
         ([], "not started", ""),
@@ -342,6 +348,108 @@ def test_the_status_of_a_live_run(run: Run) -> None:
     assert state["profiling"] == {"on": False, "interval_s": 0.0}
     assert [(thread["role"], thread["stage"]) for thread in state["threads"]] == [("drafter-0", "backward")]
     assert "drafter-0  in backward for" in shown and "profiling   off" in shown
+
+
+def test_the_status_says_what_became_of_the_batches(run: Run) -> None:
+    """Issued is trained, in flight and skipped; those that were left out as not finite are counted."""
+    assert json.loads(command("status", run.path, "--json")[1])["ledger"] is None
+    for name, value in (("issued", 1234), ("trained", 1200), ("skipped", 4), ("retried", 2)):
+        run.page.set_gauge(name, value)
+    (run.path / "bad_batches.jsonl").write_text('{"batch": 7}\n{"batch": 8}\n')
+    shown = command("status", run.path)[1]
+    assert "batches     1,234 issued = 1,200 trained + 30 in flight + 4 skipped; 2 retried" in shown
+    assert "bad batches 2 left out" in shown
+    state = json.loads(command("status", run.path, "--json")[1])
+    assert state["ledger"] == {"issued": 1234, "trained": 1200, "in_flight": 30, "skipped": 4, "retried": 2}
+    assert state["bad_batches"] == 2
+    assert look_of(run.watcher()).ledger.startswith("1,234 issued = ")
+
+
+@pytest.mark.parametrize("gauges", [{"issued": 5, "trained": 6}, {"issued": 5, "trained": 4, "skipped": 3}])
+def test_a_ledger_adds_up_however_it_was_read(gauges: dict[str, int]) -> None:
+    """Its numbers are read one after another while the run goes on."""
+    found = run_state.ledger_of(gauges)
+    assert found is not None and found["in_flight"] == 0
+    assert found["issued"] == found["trained"] + found["in_flight"] + found["skipped"]
+
+
+def test_the_status_of_an_ended_run_has_the_reports_ledger(tmp_path: Path) -> None:
+    """There is no page any more."""
+    ledger = {"issued": 9, "trained": 8, "in_flight": 0, "skipped": 1, "retried": 0}
+    path = write_run(tmp_path / "run", ("started", 0), ("finished", 4), report={"ledger": ledger})
+    assert json.loads(command("status", path, "--json")[1])["ledger"] == ledger
+    assert "9 issued = 8 trained + 0 in flight + 1 skipped\n" in command("status", path)[1]
+
+
+def write_events(run: Run, *events: tuple[str, int, str]) -> None:
+    lines = [{"time": time.time(), "event": kind, "step": step, "reason": why} for kind, step, why in events]
+    (run.path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_status_is_loud_about_saves_that_fail(run: Run) -> None:
+    """The process is asked, and else the events; a save that works ends it."""
+    (run.path / "checkpoints" / "step-00000040").mkdir(parents=True)
+    (run.path / "checkpoints" / "latest").symlink_to("step-00000040")
+    write_events(run, ("started", 0, ""), ("checkpoint", 40, ""), ("checkpoint failed", 60, "no space\x1b[31m left"))
+    shown = command("status", run.path)[1]
+    assert "saving      FAILS: no space\\x1b[31m left; the last complete one: step 40, 0." in shown
+    assert look_of(run.watcher()).alarms[0].startswith("saving FAILS: no space")
+    assert json.loads(command("status", run.path, "--json")[1])["saving"]["problem"] == "no space\x1b[31m left"
+
+    answer: dict[str, Any] = {"saving": {"problem": None, "saved_step": 60, "writing": True}}
+    with serving(run.path / "profile" / "control.sock", {"status": lambda request: answer}):
+        state = json.loads(command("status", run.path, "--json")[1])
+        assert state["saving"] == answer["saving"]
+        assert "FAILS" not in command("status", run.path)[1]
+        answer["saving"]["problem"] = "quota"
+        assert "FAILS: quota" in command("status", run.path)[1]
+        assert look_of(run.watcher()).alarms[0].startswith("saving FAILS: quota")
+
+    write_events(run, ("checkpoint failed", 60, "full"), ("checkpoint", 80, ""))
+    assert "FAILS" not in command("status", run.path)[1] and look_of(run.watcher()).alarms == []
+
+
+def test_the_status_says_that_nothing_moves(run: Run) -> None:
+    """If that is what the watchdog said last; other news in between does not hide it."""
+    stalled = ("stalled", 60, "nothing has moved; drafter-0 has been in backward")
+    write_events(run, ("started", 0, ""), stalled, ("set", 60, ""), ("checkpoint failed", 60, "full"))
+    shown = command("status", run.path)[1]
+    assert "stalled     said 0." in shown and "ago: nothing has moved; drafter-0 has been in backward" in shown
+    assert [alarm[:8] for alarm in look_of(run.watcher()).alarms] == ["stalled:", "saving F"]
+    assert "nothing has moved" in json.loads(command("status", run.path, "--json")[1])["stalled"]["reason"]
+    for later in (("moves again", 60, ""), ("resumed", 60, ""), ("failed", 60, "")):
+        write_events(run, stalled, later)
+        assert "stalled" not in command("status", run.path)[1]
+
+
+def test_a_process_that_does_not_answer_delays_the_status_by_a_moment(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not say, events say."""
+    monkeypatch.setattr(watch, "ASK_S", 0.1)
+    write_events(run, ("checkpoint failed", 60, "full"))
+    is_over = threading.Event()
+    with serving(run.path / "profile" / "control.sock", {"status": lambda request: {"late": is_over.wait(60)}}):
+        assert "FAILS: full" in command("status", run.path)[1]
+        is_over.set()
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_a_frame_shows_alarms_ledger_and_checkpoint(width: int) -> None:
+    """Alarms come first, in red, and wrap; none of it is wider than the terminal."""
+    lines = lines_of(
+        frame(
+            ledger="1,234 issued = 1,200 trained + 30 in flight + 4 skipped",
+            checkpoint="step 40, 12 min 3 s ago",
+            alarms=[f"saving FAILS: no space {ODD}", "stalled: nothing has moved for 300 s"],
+        ),
+        width,
+    )
+    assert all(cell_len(line.plain) <= width and line.plain.isprintable() for line in lines)
+    words = " ".join(text_of(lines).split())
+    assert words.index("saving FAILS") < words.index("stalled: nothing") < words.index("1,234/5,000")
+    assert "saved step 40, 12 min 3 s ago" in words and "batches 1,234 issued = 1,200" in words
+    assert any("bold red" in str(span.style) for line in lines for span in line.spans if "FAILS" in line.plain)
 
 
 # What stands in the way

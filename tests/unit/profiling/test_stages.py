@@ -679,7 +679,7 @@ def test_names_of_stages_are_taken_once() -> None:
     with pytest.raises(ValueError, match="there is a stage forward already"):
         Stage("forward")
     assert stages._NAMES[stages.LOG.number] == "log" and len(stages._NAMES) <= layout.MAX_STAGES
-    assert set(stages.TARGET_STAGES) | set(stages.DRAFTER_STAGES) == set(stages._NAMES)
+    assert {*stages.TARGET_STAGES, *stages.DRAFTER_STAGES, *stages.WRITER_STAGES} == set(stages._NAMES)
 
 
 def test_the_system_shows_threads_by_name(page: Page) -> None:

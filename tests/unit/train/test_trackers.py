@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import resource
 import sys
 import threading
 import time
@@ -25,10 +27,16 @@ from tests.toy import Toy, train
 
 
 class FakeRun:
-    """A Weights & Biases run; `fails` or `hangs` are names of its methods."""
+    """A Weights & Biases run; `fails` or `hangs` are names of its methods.
 
-    def __init__(self, options: dict[str, Any], fails: str = "", hangs: str = "") -> None:
+    Like theirs it takes no row of a step that is not above the last, and on a resume says where it goes on.
+    """
+
+    def __init__(
+        self, options: dict[str, Any], fails: str = "", hangs: str = "", starting_step: int = 0, offline: bool = False
+    ) -> None:
         self.options, self.fails, self.hangs = options, fails, hangs
+        self.starting_step, self.offline = starting_step, offline
         self.logged: list[dict[str, Any]] = []
         self.metrics: list[tuple[str, str | None]] = []
         self.exit_codes: list[int] = []
@@ -45,8 +53,10 @@ class FakeRun:
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.metrics.append((name, step_metric))
 
-    def log(self, values: dict[str, Any]) -> None:
+    def log(self, values: dict[str, Any], step: int, commit: bool) -> None:
         self._called("log")
+        assert commit and step == values["step"]
+        assert step >= self.starting_step and (not self.logged or step > self.logged[-1]["step"])
         self.logged.append(values)
 
     def finish(self, exit_code: int) -> None:
@@ -62,6 +72,7 @@ class FakeWandB(types.ModuleType):
         self.runs: list[FakeRun] = []
         self.fails = self.hangs = ""
         self.init_error: Exception | None = None
+        self.offline = False
 
     def Settings(self, **settings: Any) -> dict[str, Any]:
         return settings
@@ -69,8 +80,14 @@ class FakeWandB(types.ModuleType):
     def init(self, **options: Any) -> FakeRun:
         if self.init_error is not None:
             raise self.init_error
-        self.runs.append(FakeRun(options, self.fails, self.hangs))
+        rows = self.rows(options["id"])
+        starting_step = rows[-1]["step"] + 1 if rows and not self.offline else 0
+        self.runs.append(FakeRun(options, self.fails, self.hangs, starting_step, self.offline))
         return self.runs[-1]
+
+    def rows(self, run_id: str) -> list[dict[str, Any]]:
+        """What the server has."""
+        return [row for run in self.runs if run.options["id"] == run_id for row in run.logged]
 
 
 @pytest.fixture
@@ -107,20 +124,29 @@ def test_tensorboard_has_the_numbers_of_the_metrics_file(toy: Toy, tmp_path: Pat
     assert found == expected
 
 
-def test_a_resumed_run_goes_on_in_the_same_files(toy: Toy, tmp_path: Path) -> None:
-    """A run that lost the steps after its last checkpoint shows each step once: those of the run that went on."""
+class Killed(BaseException):
+    pass
 
-    class Killed(BaseException):
-        pass
 
-    def killed_at(step: int) -> None:
-        if step == 8:  # the checkpoint is of step 5
-            raise Killed
+def killed_at_8(step: int) -> None:
+    """The checkpoint is of step 5 then."""
+    if step == 8:
+        raise Killed
 
+
+@pytest.mark.parametrize("share_kept", [1.0, 0.4])
+def test_a_resumed_run_goes_on_in_the_same_files(toy: Toy, tmp_path: Path, share_kept: float) -> None:
+    """A run that lost the steps after its last checkpoint shows each step once: those of the run that went on.
+
+    What TensorBoard had not written when the process died is there as well.
+    """
     config = toy.config(tmp_path / "run", "tracking.tensorboard=true")
     with pytest.raises(Killed):
-        train(config, killed_at)
+        train(config, killed_at_8)
     assert [step for step, _ in scalars(tmp_path / "run")["loss"]] == list(range(1, 9))
+    [file] = (tmp_path / "run" / "tensorboard").iterdir()
+    os.truncate(file, int(share_kept * file.stat().st_size))
+    assert share_kept == 1.0 or len(scalars(tmp_path / "run")["loss"]) < 5
     train(config)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     found = scalars(tmp_path / "run")
@@ -182,6 +208,54 @@ def test_a_resumed_run_is_the_same_run_at_wandb(wandb: FakeWandB, tmp_path: Path
         pass
     ids = [run.options["id"] for run in wandb.runs]
     assert ids[0] == ids[1] and len(set(ids)) == 3 and all(ids)
+
+
+@pytest.mark.parametrize("num_lost", [0, 5])
+def test_wandb_has_each_step_once_after_a_kill(wandb: FakeWandB, toy: Toy, tmp_path: Path, num_lost: int) -> None:
+    """The resumed run logs what the server lacks, be that before or after its checkpoint, and nothing again."""
+    config = toy.config(tmp_path / "run", "tracking.wandb=drafters")
+    with pytest.raises(Killed):
+        train(config, killed_at_8)
+    del wandb.runs[0].logged[8 - num_lost :]  # they never reached it
+    train(config)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = wandb.rows(wandb.runs[0].options["id"])
+    assert [row["loss"] for row in rows] == [line["loss"] for line in lines]
+    assert [row["step"] for row in rows] == list(range(1, len(lines) + 1)) and len(lines) > 8
+
+
+def test_offline_only_new_steps_are_logged(wandb: FakeWandB, tmp_path: Path) -> None:
+    """Nobody knows then what the server will have, so nothing is made up."""
+    wandb.offline, folder = True, run_folder(tmp_path)
+    folder.metrics_file.write_text('{"step": 1}\n{"step": 2}\n')
+    with Trackers(Tracking(wandb="drafters"), folder, 2, {}) as tracked:
+        tracked.log({"step": 3})
+    assert [row["step"] for row in wandb.runs[0].logged] == [3]
+
+
+def test_passwords_do_not_leave_for_wandb(wandb: FakeWandB, tmp_path: Path) -> None:
+    """A URL with user and password among the settings is shown without them."""
+    settings = {"target": {"path": "https://user:s3cret@host/model"}}
+    with Trackers(Tracking(wandb="drafters"), run_folder(tmp_path), 0, settings):
+        pass
+    assert wandb.runs[0].options["config"] == {"target": {"path": "https://***@host/model"}}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own
+def test_a_full_disk_ends_tensorboard_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own thread fails; that is one warning, and who logs and closes notices nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.WARNING):
+        try:
+            with Trackers(Tracking(tensorboard=True), run_folder(tmp_path), 0, {}) as tracked:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+                for step in range(1, 2001):
+                    tracked.log({"step": step, "loss": 1.0})
+                    time.sleep(0.0002)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    [text] = [record.getMessage() for record in caplog.records]
+    assert "tensorboard logs no more: " in text and "File too large" in text
 
 
 def test_a_failed_run_is_shown_as_failed(wandb: FakeWandB, tmp_path: Path) -> None:
