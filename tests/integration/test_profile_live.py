@@ -190,8 +190,8 @@ def test_profiling_is_switched_over_the_socket(training: Run) -> None:
     for batches, message in (("3", "a whole number was wanted"), (0, "were asked for"), (10**6, "were asked for")):
         with pytest.raises(PacelineError, match=message):
             ask(place, "torch", batches=batches)
-    with pytest.raises(PacelineError, match="there are: status, profile_on, profile_off, torch"):
-        ask(place, "stop")
+    with pytest.raises(PacelineError, match="there are: profile_on, profile_off, torch"):
+        ask(place, "dance")
     assert not training.snapshot().control.is_on
 
 

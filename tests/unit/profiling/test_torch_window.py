@@ -142,7 +142,8 @@ def test_the_trace_of_a_run_has_the_target_threads(toy: Toy, tmp_path: Path, mon
             ids.update({recorder.role: recorder.tid for recorder in stages.recorders()})
             asking.append(asked(windows[0], 12))
 
-    config = toy.config(tmp_path / "run", "topology.layout=split", "topology.targets=2")
+    quiet = "checkpoint.every_steps=100", "data.validation=0"  # a save would be a thread more
+    config = toy.config(tmp_path / "run", "topology.layout=split", "topology.targets=2", *quiet)
     report, _ = train(config, at_step)
     assert report.ending == "finished"
     answer = asking[0].result()
