@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 
@@ -58,6 +59,14 @@ def _common(
 
 
 def main() -> None:
+    """The process's one command."""
+    try:
+        run()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: one more Ctrl-C would end in a traceback
+
+
+def run() -> None:
     """Run the command; a user's error is a message and exit code 1, never a traceback."""
     # Threads of a parallel region wait for each other spinning. With a core taken by another process that costs
     # two thirds of the speed; a short spin loses nothing in large products (docs/experiments.md, 2026-11-29). The demo

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.config import RunConfig, dump_config, load_config, parse_config
 from paceline.control.lines import LineLog
 from paceline.errors import CheckpointError, ConfigError, printable
-from paceline.files import explain, is_running, locked, without_credentials, write_atomically
+from paceline.files import explain, is_running, locked, sync, without_credentials, write_atomically
 
 
 class RunFolder:
@@ -84,7 +84,9 @@ class RunFolder:
 
         with contextlib.ExitStack() as stack:
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
+                if not self.path.is_dir():
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    sync(self.path.absolute().parent)
                 stack.enter_context(locked(self.path / "run.lock", busy))
             except OSError as error:
                 raise CheckpointError(f"run.dir {self.path} cannot be locked: {explain(error)}") from error

@@ -49,7 +49,7 @@ class StopRequest:
     def __init__(self, extra: str | None = None) -> None:
         self.reason: str | None = None
         self._extra = signal.Signals[extra] if extra else None
-        self._has_insisted = False
+        self._has_heard = self._has_insisted = False
         self._previous: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._ear: _Ear | None = None
@@ -96,7 +96,11 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() == self._pid and self._ear is not None and not self._ear.hears():
+        if os.getpid() != self._pid or self._ear is None:
+            return
+        if self._ear.hears():
+            self.request(signal.Signals(number).name)  # the rest is the thread's, which may not have run yet
+        else:
             self._heard(number)
 
     def _heard(self, number: int) -> None:
@@ -106,12 +110,13 @@ class StopRequest:
         if insists and self._has_insisted:
             _say(f"\n{name} again: ending now, without saving\n")
             os._exit(128 + number)
-        if self.reason is None:
+        if not self._has_heard and self.reason in (None, name):
             _say(
                 f"\n{name}: saving the last complete step; {'once more' if insists else 'SIGTERM twice'} ends at once\n"
             )
         elif insists:
             _say(f"\n{name}: stopping already ({self.reason}); once more ends at once\n")
+        self._has_heard = True
         self._has_insisted |= insists
         self.request(name)
 

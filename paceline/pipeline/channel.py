@@ -146,11 +146,13 @@ class OrderedChannel:
         thread = threading.get_ident()
         self._putting[thread] = time.perf_counter()
         stages.set_gauge("putting", len(self._putting))
+        has_said = False
         while not self._closed and not self._fits(number, num_bytes):
             over_bytes = number < self._next + self._queue_depth
             self._waiting_for_bytes += over_bytes
-            if over_bytes:
+            if over_bytes and not has_said:  # once: two of these would wake each other for ever
                 self._changed.notify_all()  # the consumer may be waiting for `min_ready`, which cannot come
+                has_said = True
             self._changed.wait()
             self._waiting_for_bytes -= over_bytes
         self._count_put(thread)

@@ -114,7 +114,7 @@ def test_mistakes_are_answered(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Each mistake gives a message with what was seen and what to do, no traceback, and nothing half-written."""
-    from paceline.cli.main import main
+    from paceline.cli.main import run as command_line
 
     file = run_file(toy, tmp_path)
 
@@ -124,7 +124,7 @@ def test_mistakes_are_answered(
     monkeypatch.setattr(sys, "argv", ["paceline", *map(fill, arguments)])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SystemExit) as ending:
-        main()
+        command_line()
     err = capfd.readouterr().err
     assert ending.value.code in (1, 2)
     assert "Traceback" not in err

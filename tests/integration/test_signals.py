@@ -412,7 +412,7 @@ def test_nothing_complete_is_no_fresh_start(
     verb: str,
 ) -> None:
     """Case R01: where no checkpoint is complete the command says so, exits 1 and leaves the folder as it was."""
-    from paceline.cli.main import main
+    from paceline.cli.main import run as command_line
 
     run_dir = tmp_path / "run"
     shutil.copytree(straight[0], run_dir, symlinks=True)
@@ -422,7 +422,7 @@ def test_nothing_complete_is_no_fresh_start(
     what = run_dir if verb == "resume" else run_file(toy.config(run_dir, *SAVES), tmp_path / "run.yaml")
     monkeypatch.setattr(sys, "argv", ["paceline", verb, str(what)])
     with pytest.raises(SystemExit) as ending:
-        main()
+        command_line()
     assert ending.value.code == 1
     err = capfd.readouterr().err
     assert "complete" in err and str(run_dir / "checkpoints") in err and "Traceback" not in err

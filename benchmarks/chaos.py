@@ -1,0 +1,209 @@
+"""A run that cannot be lost: crashes at every change of a save, and seeded trials at random instants.
+
+    python -m benchmarks.chaos --trials 200 --out benchmarks/results/chaos-cpu.json                       # some minutes
+    python -m benchmarks.chaos --device cuda --at-a-time 6 --no-saves --out benchmarks/results/chaos-h200.json
+    python -m benchmarks.chaos --short                                                    # what `make test` does
+
+Every trial trains the tiny target of the tests until it is struck (killed, stopped, frozen, starved, left without a
+disk), starts again until the run is finished, and compares weights, moments and losses with those of a run that nobody
+disturbed, bit for bit. The parts are in tests/chaos; the channel's interleavings are a test of their own there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.chaos.harness import World
+    from tests.chaos.trials import Trial
+
+SHORT_TRIALS = 30
+"""Three of each fault."""
+
+
+def main() -> None:
+    """Build, strike, print the tables, and write them."""
+    parser = argparse.ArgumentParser(description="Strike runs, and compare what comes of them with an undisturbed one.")
+    parser.add_argument("--trials", type=int, default=200, metavar="N")
+    parser.add_argument("--first", type=int, default=0, metavar="I", help="number of the first trial")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--at-a-time", type=int, default=2, metavar="N")
+    parser.add_argument("--no-saves", action="store_true", help="leave out the crashes at every change of a save")
+    parser.add_argument(
+        "--short", action="store_true", help=f"{SHORT_TRIALS} trials, and fewer kinds of crash a change"
+    )
+    parser.add_argument("--folder", type=Path, help="working folder; runs with a bug stay in it")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    # libraries that start a thread as they are imported; so neither may be before this
+    os.environ |= {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # asking must not open the device
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        result = measure(options, options.folder or Path(temporary) / "chaos")
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    sys.exit(0 if result["bugs"] == 0 else 1)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Everything, as it goes into the result file."""
+    from tests.chaos import harness
+
+    started = time.monotonic()
+    world = harness.build(folder, options.device)
+    print(f"an undisturbed run: {world.steps} steps in {world.seconds:.1f} s")
+    saves = [] if options.no_saves else crash_saves(world, options)
+    checks = {} if options.no_saves else check_harness(world)
+    trials = run_trials(world, options)
+    bugs = sum(part["num_problems"] for part in saves) + sum(trial["is_bug"] for trial in trials["trials"])
+    return {
+        "what": "runs struck in saves and at random instants, resumed, compared with an undisturbed one bit for bit",
+        "command": " ".join(["python -m benchmarks.chaos", *sys.argv[1:]]),
+        "machine": machine(options.device),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+        | {"python": platform.python_version(), "paceline": _paceline(), "commit": _commit()},
+        "run": {"steps": world.steps, "seconds": world.seconds, "settings": list(world.settings)},
+        "seconds": time.monotonic() - started,
+        "bugs": bugs,
+        "harness": checks,
+        "saves": saves,
+        **trials,
+    }
+
+
+def crash_saves(world: World, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Strikes at every change of a save: one made by itself, and one of a whole run."""
+    from tests.chaos import saves
+    from tests.chaos.harness import together
+
+    parts = []
+    for scene in saves.scenes(world, options.short):
+        started = time.monotonic()
+        operations = scene.list_points()
+        points = list(saves.points_of(operations, options.short))
+        problems = [
+            problem for problem in together(map(scene.struck, points), options.at_a_time) if problem is not None
+        ]
+        fates = collections.Counter(saves.fate_name(point.fate) for point in points)
+        seconds = time.monotonic() - started
+        print(f"{scene.name}: {len(operations)} changes, struck {len(points)} times: {len(problems)} problems")
+        print("  " + ", ".join(f"{fate} {count}" for fate, count in sorted(fates.items())) + f"; {seconds:.0f} s")
+        for problem in problems[:20]:
+            print(f"  {problem[:2000]}")
+        parts.append(
+            {
+                "save": scene.name,
+                "changes": len(operations),
+                "operations": dict(collections.Counter(operation.name for operation in operations)),
+                "struck": len(points),
+                "fates": dict(fates),
+                "num_problems": len(problems),
+                "problems": problems[:50],
+                "seconds": seconds,
+            }
+        )
+    return parts
+
+
+def check_harness(world: World) -> dict[str, Any]:
+    """Whether what is looked for would be found: a save that does not sync, and a process that hangs."""
+    from tests.chaos import harness, saves
+
+    hung = harness.alone(harness.Child(lambda: time.sleep(60)).ended(limit_s=0.2))
+    return {
+        "problems_without_sync": harness.alone(saves.problems_without_sync(world)),
+        "finds_a_hang": hung.code is None and "check_harness" in hung.output,
+    }
+
+
+def run_trials(world: World, options: argparse.Namespace) -> dict[str, Any]:
+    """Seeded trials, and their table."""
+    from tests.chaos.harness import together
+    from tests.chaos.trials import GOOD, HANG, trial
+
+    count = SHORT_TRIALS if options.short else options.trials
+    numbers = range(options.first, options.first + count)
+    started = time.monotonic()
+    trials = together((trial(world, options.seed, number) for number in numbers), options.at_a_time)
+    trials.sort(key=lambda trial: trial.index)
+    table = table_of(trials)
+    print(table_text(table))
+    for each in trials:
+        if each.outcome not in GOOD:
+            print(f"trial {each.index}: {each.outcome}: {each.faults} {each.ends}\n{each.detail}")
+    return {
+        "num_trials": len(trials),
+        "num_starts": sum(len(each.ends) for each in trials),
+        "num_strikes": sum(fault != "-" for each in trials for fault in each.faults),
+        "num_late_strikes": sum(each.num_late for each in trials),
+        "hangs": sum(each.outcome == HANG for each in trials),
+        "longest_stop_s": max((each.stop_s for each in trials), default=0.0),
+        "trials_seconds": time.monotonic() - started,
+        "table": table,
+        "trials": [asdict(each) | {"is_bug": each.outcome not in GOOD} for each in trials],
+    }
+
+
+def table_of(trials: list[Trial]) -> dict[str, dict[str, float]]:
+    """By a trial's first fault: how many ended how, and the longest time that a request to stop took."""
+    from tests.chaos.trials import FAULTS, OUTCOMES
+
+    table: dict[str, dict[str, float]] = {}
+    for fault in FAULTS:
+        mine = [each for each in trials if each.faults and each.faults[0] == fault]
+        row: dict[str, float] = {outcome: sum(each.outcome == outcome for each in mine) for outcome in OUTCOMES}
+        table[fault] = row | {
+            "trials": len(mine),
+            "longest_stop_s": max((each.stop_s for each in mine), default=0.0),
+        }
+    return table
+
+
+def table_text(table: dict[str, dict[str, float]]) -> str:
+    """The table for a terminal."""
+    columns = list(next(iter(table.values())))
+    lines = [f"{'fault':20}" + "".join(f"{column:>16}" for column in columns)]
+    for fault, row in table.items():
+        cells = (f"{row[c]:16.2f}" if c.endswith("_s") else f"{row[c]:16d}" for c in columns)
+        lines.append(f"{fault:20}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What this ran on; the device is asked by another process, as this one must not touch it."""
+    found: dict[str, Any] = {"system": platform.platform(), "processor": platform.machine(), "cpus": os.cpu_count()}
+    if device.startswith("cuda"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found["device"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return found
+
+
+def _paceline() -> str:
+    from paceline import __version__
+
+    return __version__
+
+
+def _commit() -> str:
+    root = Path(__file__).parents[1]
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return git.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    logging.getLogger("paceline").setLevel(logging.ERROR)
+    main()
