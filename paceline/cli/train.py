@@ -198,7 +198,6 @@ def _train(
 
     from paceline.eval.validation import Validation
     from paceline.models.target import FeatureCache
-    from paceline.pipeline.local import is_out_of_memory
     from paceline.profiling import stages
     from paceline.train.checkpoint import saved_num_anchors
     from paceline.train.loop import TrainLoop, restore
@@ -289,8 +288,8 @@ def _train(
             try:
                 report = loop.run(between)
             except Exception as error:
-                if isinstance(error, PipelineError) and is_out_of_memory(error.__cause__):
-                    error = out_of_memory(error, resolved, shape)
+                if isinstance(error, PipelineError):
+                    error = explained(error, resolved, shape)
                 run.event("failed", step=loop.step, reason=str(error) or type(error).__name__)
                 raise error
             finally:
@@ -324,22 +323,23 @@ def _changes(allowed: Collection[str]) -> dict[str, list[str]]:
     return {"allowed_to_change": sorted(allowed)} if allowed else {}
 
 
-def out_of_memory(error: PipelineError, resolved: ResolvedRun, shape: TargetShape) -> PipelineError:
-    """The same failure with what the run was planned to take, and with the two settings that help most."""
+def explained(error: PipelineError, resolved: ResolvedRun, shape: TargetShape) -> PipelineError:
+    """The same failure with where its role ran; where memory ran out, with the plan and what helps most."""
+    from paceline.pipeline.local import is_out_of_memory
     from paceline.plan.memory import GIB, memory_plan
 
-    plan = memory_plan(resolved, shape)
-    parts = ", ".join(f"{name.removesuffix('_bytes')} {value / GIB:.2f}" for name, value in vars(plan).items())
-    tokens = resolved.config.pipeline.tokens_per_batch
-    explained = PipelineError(
-        f"{error}\nout of memory: the plan is {plan.total_bytes / GIB:.2f} GiB ({parts}), before what the allocator "
-        "and other processes take. What helps: draft.recompute=true (a run may go on with it), and a smaller "
-        f"pipeline.tokens_per_batch than {tokens} (in a new run.dir)",
-        role=error.role,
-        batch=error.batch,
-    )
-    explained.__cause__ = error.__cause__
-    return explained
+    text = f"{error}\n{error.role} ran on {resolved.config.run.device}, in process {os.getpid()} of {platform.node()}"
+    if is_out_of_memory(error.__cause__):
+        plan = memory_plan(resolved, shape)
+        parts = ", ".join(f"{name.removesuffix('_bytes')} {value / GIB:.2f}" for name, value in vars(plan).items())
+        text += (
+            f"\nout of memory: the plan is {plan.total_bytes / GIB:.2f} GiB ({parts}), before what the allocator and "
+            "other processes take. What helps: draft.recompute=true (a run may go on with it), and a smaller "
+            f"pipeline.tokens_per_batch than {resolved.config.pipeline.tokens_per_batch} (in a new run.dir)"
+        )
+    told = PipelineError(text, role=error.role, batch=error.batch)
+    told.__cause__ = error.__cause__
+    return told
 
 
 def load_target(config: RunConfig) -> Target:
