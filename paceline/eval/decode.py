@@ -1,4 +1,4 @@
-"""Greedy decoding, one token at a time or block by block with a drafter: the last stop of a sample's journey.
+"""Decoding, one token at a time or block by block with a drafter: the last stop of a sample's journey.
 
     target.prefill(prompt) -> first token      its features become the drafter's context
     drafter.propose(anchor) -> drafted tokens
@@ -6,7 +6,8 @@
     target.keep(n)                             rolls the target back to the tokens that were committed
 
 `decode` is the loop, and knows the two sides only by these calls; `CachedTarget` and `ContextDrafter` are the real
-sides. Shape letters: K block size, L taps, D hidden, M key/value heads, H head size.
+sides. They decode greedily; `eval.sampling` draws in place of that. Shape letters: K block size, L taps, D hidden,
+M key/value heads, H head size.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from paceline.errors import ModelError
 from paceline.eval.forwards import Forward, ModelForward
 from paceline.eval.lean import LEAN, LeanForward, difference, obstacle
 from paceline.eval.ngram import NgramDrafter
+from paceline.eval.sampling import SampledTarget, Sampling
 from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import pack_head, pack_layers
@@ -42,7 +44,7 @@ class TargetSide(Protocol):
         """Start a sequence; the first token that follows it."""
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens; the greedy next token after each of them."""
+        """Append tokens; the token that the target says after each of them."""
 
     def keep(self, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` of the tokens just verified."""
@@ -66,6 +68,21 @@ class DraftSide(Protocol):
 Origin = Literal["prefill", "drafted", "target"]
 
 
+@dataclass(frozen=True)
+class Round:
+    """One target forward after the prefill.
+
+    Attributes:
+        num_context: Tokens of prompt and answer before the anchor.
+        num_committed: Tokens that it added to the answer.
+        seconds: Its wall time, drafting included.
+    """
+
+    num_context: int
+    num_committed: int
+    seconds: float
+
+
 @dataclass
 class Decoded:
     """One answer and how it came about.
@@ -77,6 +94,7 @@ class Decoded:
         stopped: Whether a stop token ended it; False: the length limit did.
         prefill_s, draft_s, verify_s: Wall time by part; rolling back counts as verifying.
         rounds_s: Wall time of each round after the prefill, drafting and verifying.
+        num_prompt: Tokens of the prompt.
     """
 
     tokens: list[int]
@@ -87,6 +105,7 @@ class Decoded:
     draft_s: float = 0.0
     verify_s: float = 0.0
     rounds_s: list[float] = field(default_factory=list)
+    num_prompt: int = 0
 
     @property
     def seconds(self) -> float:
@@ -110,6 +129,16 @@ class Decoded:
         origins += ["target"] * (len(self.tokens) - len(origins))
         return origins[: len(self.tokens)]  # a stop token or the limit may cut the last round's own token
 
+    def rounds(self) -> list[Round]:
+        """The rounds after the prefill."""
+        rounds, num_tokens = [], 1
+        num_accepted = self.num_accepted_tokens or [0] * len(self.rounds_s)
+        for accepted, seconds in zip(num_accepted, self.rounds_s, strict=True):
+            committed = min(accepted + 1, len(self.tokens) - num_tokens)
+            rounds.append(Round(self.num_prompt + num_tokens - 1, committed, seconds))
+            num_tokens += committed
+        return rounds
+
     def token_times_s(self) -> list[float]:
         """When each token of the answer was there, counted from the prefill's start; those of a round come together."""
         times, now = [self.prefill_s], self.prefill_s
@@ -127,7 +156,7 @@ def decode(
     max_new_tokens: int,
     stop_ids: Collection[int],
 ) -> Decoded:
-    """Decode greedily; the answer is the same with any drafter and with none.
+    """Decode; the answer is the same with any drafter and with none.
 
     A whole block is drafted even where fewer tokens are left, as the slots of a block see each other and the drafter
     learned whole blocks; only what may still be committed is verified.
@@ -145,6 +174,7 @@ def decode(
     start = time.perf_counter()
     first = target.prefill(prompt_ids)
     answer = Decoded([first], Acceptance(drafter.num_predicted if drafter else 0), stopped=first in stop_ids)
+    answer.num_prompt = len(prompt_ids)
     answer.prefill_s = time.perf_counter() - start
     joined: Sequence[int] = prompt_ids  # tokens that joined the context since the last draft
     while not answer.stopped and len(answer.tokens) < max_new_tokens:
@@ -187,14 +217,20 @@ def _until_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
 
 @torch.inference_mode()
 def plain_decode(
-    target: CachedTarget, prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: Collection[int]
+    target: CachedTarget,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    sampling: Sampling | None = None,
 ) -> Decoded:
-    """Greedy decoding with one token per target forward and a key/value cache: the baseline.
+    """Decoding with one token per target forward and a key/value cache: the baseline.
 
+    Args:
+        sampling: None decodes greedily.
     Raises: ModelError if the answer may run past the target's positions.
     """
     target.check_length(len(prompt_ids), max_new_tokens)
-    return decode(target, None, prompt_ids, max_new_tokens, stop_ids)
+    return decode(_side(target, sampling), None, prompt_ids, max_new_tokens, stop_ids)
 
 
 @torch.inference_mode()
@@ -204,15 +240,17 @@ def ngram_decode(
     prompt_ids: Sequence[int],
     max_new_tokens: int,
     stop_ids: Collection[int],
+    sampling: Sampling | None = None,
 ) -> Decoded:
-    """Greedy decoding with drafts copied from prompt and answer: what a drafter that learned nothing is worth.
+    """Decoding with drafts copied from prompt and answer: what a drafter that learned nothing is worth.
 
     Args:
         num_predicted: Tokens drafted at most in a round.
+        sampling: None decodes greedily.
     Raises: ModelError if the answer may run past the target's positions.
     """
     target.check_length(len(prompt_ids), max_new_tokens)
-    return decode(target, NgramDrafter(num_predicted), prompt_ids, max_new_tokens, stop_ids)
+    return decode(_side(target, sampling), NgramDrafter(num_predicted), prompt_ids, max_new_tokens, stop_ids)
 
 
 @torch.inference_mode()
@@ -224,19 +262,25 @@ def speculative_decode(
     stop_ids: Collection[int],
     block_size: int | None = None,
     dtype: torch.dtype | None = None,
+    sampling: Sampling | None = None,
 ) -> Decoded:
-    """Greedy decoding with drafted blocks.
+    """Decoding with drafted blocks; the drafter proposes its most likely tokens, also where the target draws.
 
     Args:
         block_size: Slots used, at most the trained K; None: all of them.
         dtype: Compute type of the drafter; another one than its weights' runs it under autocast, where norms
             stay float32. None: the weights' own.
+        sampling: None decodes greedily.
     Raises: ModelError if target and drafter do not fit together, or the answer may run past the target's positions.
     """
     target.check_length(len(prompt_ids), max_new_tokens)
     capacity = len(prompt_ids) + max_new_tokens
     side = ContextDrafter(drafter, target, capacity, block_size or drafter.shape.block_size, dtype)
-    return decode(target, side, prompt_ids, max_new_tokens, stop_ids)
+    return decode(_side(target, sampling), side, prompt_ids, max_new_tokens, stop_ids)
+
+
+def _side(target: CachedTarget, sampling: Sampling | None) -> TargetSide:
+    return target if sampling is None else SampledTarget(target, sampling)
 
 
 def check_fit(drafter: DFlashDrafter, target: TargetShape, layer_ids: Sequence[int]) -> None:
@@ -387,12 +431,20 @@ class CachedTarget:
 
     def prefill(self, prompt_ids: Sequence[int]) -> int:
         """Forget the last sequence, run the prompt, return the greedy token after it."""
-        self._forward.clear()
-        return int(self._append(prompt_ids, last_only=True)[-1].argmax())
+        return int(self.prefill_logits(prompt_ids)[-1].argmax())
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append tokens; the greedy token after each."""
-        return self._append(tokens).argmax(-1).tolist()
+        return self.verify_logits(tokens).argmax(-1).tolist()
+
+    def prefill_logits(self, prompt_ids: Sequence[int]) -> Tensor:
+        """Forget the last sequence, run the prompt; logits ``[1, V]`` after it."""
+        self._forward.clear()
+        return self._append(prompt_ids, last_only=True)[-1:]
+
+    def verify_logits(self, tokens: Sequence[int]) -> Tensor:
+        """Append tokens; logits ``[n, V]`` after each."""
+        return self._append(tokens)
 
     def keep(self, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` of the tokens just verified."""

@@ -9,6 +9,7 @@ import copy
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,15 @@ from paceline.data.templates import template_options
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import DataError
 from paceline.eval.decode import CachedTarget, Decoded, ngram_decode, plain_decode, speculative_decode
+from paceline.eval.measures import (
+    INTERVAL_RULE,
+    Estimate,
+    acceptance_estimate,
+    accepted_counts,
+    context_buckets,
+    first_token_s,
+)
+from paceline.eval.sampling import Sampling
 from paceline.kernels.packed_linear import PackedLinear, pack_layers
 from paceline.models.draft import DFlashDrafter
 
@@ -45,6 +55,9 @@ MAX_LOOP_PERIOD = 24
 LOOP_REPEATS = 3
 """Times that a piece stands at the end of an answer that loops."""
 
+Way = Callable[[Sequence[int], int, Sampling | None], Decoded]
+"""One way to decode a prompt: with its length limit and its draws."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -53,7 +66,8 @@ class Difference:
     Attributes:
         answer: Which one.
         position: Token of the answer.
-        top2_gap: There, how far the target's best logit lies above its second best.
+        top2_gap: There, how far the target's best logit lies above its second best; where tokens are drawn, with the
+            noise that draws them.
         is_tie: Whether the gap is within rounding.
     """
 
@@ -92,8 +106,9 @@ class Evaluation:
     Attributes:
         max_new_tokens: Length limit of an answer.
         block_size: Slots used.
-        num_predicted: Tokens drafted at most in a round, by the drafter and from n-grams.
+        num_predicted: Tokens drafted at most in a round.
         has_ngram: Whether n-gram drafting was run.
+        sampling: How tokens were drawn; None: greedily.
     """
 
     max_new_tokens: int
@@ -101,6 +116,7 @@ class Evaluation:
     num_predicted: int
     has_ngram: bool = False
     results: list[PromptResult] = field(default_factory=list)
+    sampling: Sampling | None = None
 
     def ended(self) -> Evaluation:
         """The same over the answers that a stop token ended: others may be loops, which are easy to draft."""
@@ -110,6 +126,11 @@ class Evaluation:
     def acceptance(self) -> Acceptance:
         """Of the drafter, pooled over the prompts."""
         return self._pooled([result.speculative for result in self.results])
+
+    @property
+    def acceptance_estimate(self) -> Estimate | None:
+        """How well the drafter's acceptance length is known; None with too few prompts."""
+        return acceptance_estimate([result.speculative for result in self.results])
 
     @property
     def ngram_acceptance(self) -> Acceptance:
@@ -142,16 +163,21 @@ class Evaluation:
         return not any(result.differences for result in self.results)
 
     @property
+    def tok_per_s(self) -> float:
+        """Tokens per second with the drafter, prefill included."""
+        return _tok_per_s([result.speculative for result in self.results])
+
+    @property
     def speedup(self) -> float:
         """Speculative over plain tokens per second, prefill included in both."""
-        return _ratio(_tok_per_s([r.speculative for r in self.results]), _tok_per_s([r.plain for r in self.results]))
+        return _ratio(self.tok_per_s, _tok_per_s([result.plain for result in self.results]))
 
     @property
     def _ngram_answers(self) -> list[Decoded]:
         return [result.ngram for result in self.results if result.ngram is not None]
 
     def _pooled(self, answers: Sequence[Decoded]) -> Acceptance:
-        total = Acceptance(self.num_predicted)
+        total = Acceptance(answers[0].acceptance.num_predicted if answers else self.num_predicted)
         for answer in answers:
             total += answer.acceptance
         return total
@@ -160,9 +186,10 @@ class Evaluation:
         """The result record.
 
         Rates are generated tokens over wall seconds, prefill included; those with ``decode`` leave out the prefill and
-        the token that it makes. Fractions are of the speculative wall time; the rest is prefill. `first_mismatches`
-        lists prompt number, which answer it is, position in it, and the target's top-2 logit gap there. Keys with
-        ``ngram`` are there only if that was run; `speedup_over_ngram` is speculative over n-gram tokens per second.
+        the token that it makes. `accepted_counts` are rounds by drafted tokens accepted, from 0 on; `by_context` are
+        `measures.Bucket`. Fractions are of the speculative wall time; the rest is prefill. `first_mismatches` lists
+        prompt number, which answer it is, position in it, and the target's top-2 logit gap there. Keys with ``ngram``
+        are there only if that was run; `speedup_over_ngram` is speculative over n-gram tokens per second.
         """
         plain, speculative = [r.plain for r in self.results], [r.speculative for r in self.results]
         seconds = sum(answer.seconds for answer in speculative)
@@ -175,14 +202,21 @@ class Evaluation:
                 "ngram_speedup": _ratio(ngram_tok_per_s, _tok_per_s(plain)),
                 "speedup_over_ngram": _ratio(_tok_per_s(speculative), ngram_tok_per_s),
             }
-        acceptance = self.acceptance
+        acceptance, estimate = self.acceptance, self.acceptance_estimate
         return {
             "block_size": self.block_size,
             "prompts": len(self.results),
             "max_new_tokens": self.max_new_tokens,
+            "temperature": self.sampling.temperature if self.sampling else 0.0,
+            **({"seed": self.sampling.seed} if self.sampling else {}),
             "acceptance_length": acceptance.length,
+            "acceptance_length_error": estimate.error if estimate else None,
+            "acceptance_length_interval": [estimate.low, estimate.high] if estimate else None,
+            "interval_rule": INTERVAL_RULE,
             "acceptance_rule": ACCEPTANCE_RULE,
             "acceptance_per_position": acceptance.per_position,
+            "accepted_counts": accepted_counts(speculative, self.num_predicted),
+            "by_context": [bucket.as_dict() for bucket in context_buckets(plain, speculative)],
             "rounds": acceptance.rounds,
             "generated_tokens": sum(len(answer.tokens) for answer in speculative),
             "ended_by_stop": len(self.results) - self.num_not_ended,
@@ -191,6 +225,8 @@ class Evaluation:
             "speculative_tok_per_s": _tok_per_s(speculative),
             "speedup": self.speedup,
             **ngram,
+            "baseline_first_token_s": first_token_s(plain),
+            "first_token_s": first_token_s(speculative),
             "baseline_decode_tok_per_s": _decode_tok_per_s(plain),
             "speculative_decode_tok_per_s": _decode_tok_per_s(speculative),
             "draft_frac": _ratio(sum(answer.draft_s for answer in speculative), seconds),
@@ -241,47 +277,92 @@ def evaluate(
     block_size: int | None = None,
     dtype: torch.dtype | None = None,
     ngram: bool = True,
+    sampling: Sampling | None = None,
     on_prompt: Callable[[PromptResult, Evaluation], None] = lambda result, so_far: None,
 ) -> Evaluation:
-    """Decode every prompt plainly, with n-gram drafts and with the drafter.
+    """Decode every prompt plainly, with n-gram drafts and with the drafter; see `evaluate_blocks`.
+
+    Args:
+        block_size: Slots used; None: all that were trained.
+    """
+    block_size = block_size or drafter.shape.block_size
+    evaluations = evaluate_blocks(
+        target,
+        drafter,
+        prompts,
+        [block_size],
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        dtype=dtype,
+        ngram=ngram,
+        sampling=sampling,
+        on_prompt=on_prompt,
+    )
+    return evaluations[block_size]
+
+
+def evaluate_blocks(
+    target: CachedTarget,
+    drafter: DFlashDrafter,
+    prompts: Sequence[Sequence[int]],
+    block_sizes: Sequence[int],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    dtype: torch.dtype | None = None,
+    ngram: bool = True,
+    sampling: Sampling | None = None,
+    on_prompt: Callable[[PromptResult, Evaluation], None] = lambda result, so_far: None,
+) -> dict[int, Evaluation]:
+    """Decode every prompt plainly, with n-gram drafts, and with the drafter in blocks of every size.
 
     The ways take turns, and which comes first rotates from prompt to prompt, so that a slow moment of the machine hits
     all. The first prompt is decoded once before and not counted: first calls pay for allocation and compilation.
 
     Args:
         prompts: Token ids of each.
-        block_size, dtype: As in `speculative_decode`.
-        ngram: Whether to run n-gram drafting, which then drafts as many tokens at most as the drafter.
-        on_prompt: Called after each prompt with its result and all results so far.
+        block_sizes: Slots used, each at most the trained K.
+        dtype: As in `speculative_decode`.
+        ngram: Whether to run n-gram drafting, which then drafts as many tokens at most as the largest block.
+        sampling: How tokens are drawn, with draws of its own for every prompt; None decodes greedily.
+        on_prompt: Called after each prompt with the result of the largest block and all such results so far.
+    Returns: by block size, ascending; plain and n-gram answers are the same ones in all.
     Raises: ModelError if target and drafter do not fit together, or a prompt is too long.
     """
     for prompt in prompts:  # rather than after the others have run
         target.check_length(len(prompt), max_new_tokens)
     if dtype in (None, torch.float32):
         drafter = packed_copy(drafter, target)
-    block_size = block_size or drafter.shape.block_size
-    num_predicted = block_size - 1 + drafter.label_shift
-    ways: dict[str, Callable[[Sequence[int], int], Decoded]] = {
-        "plain": lambda prompt, limit: plain_decode(target, prompt, limit, stop_ids),
-        "ngram": lambda prompt, limit: ngram_decode(target, num_predicted, prompt, limit, stop_ids),
-        "speculative": lambda prompt, limit: speculative_decode(
-            target, drafter, prompt, limit, stop_ids, block_size, dtype
-        ),
+    sizes = sorted(set(block_sizes))
+    largest = sizes[-1]
+    predicted = {size: size - 1 + drafter.label_shift for size in sizes}
+
+    ways: dict[str | int, Way] = {
+        "plain": lambda prompt, limit, draws: plain_decode(target, prompt, limit, stop_ids, draws),
+        "ngram": lambda prompt, limit, draws: ngram_decode(target, predicted[largest], prompt, limit, stop_ids, draws),
     }
     if not ngram:
         del ways["ngram"]
-    total = Evaluation(max_new_tokens, block_size, num_predicted, has_ngram=ngram)
+    for size in sizes:
+        ways[size] = lambda prompt, limit, draws, size=size: speculative_decode(  # type: ignore[misc]
+            target, drafter, prompt, limit, stop_ids, size, dtype, draws
+        )
+    totals = {
+        size: Evaluation(max_new_tokens, size, predicted[size], has_ngram=ngram, sampling=sampling) for size in sizes
+    }
     order = list(ways)
     for prompt in prompts[:1]:
         for name in order:
-            ways[name](prompt, min(WARM_UP_TOKENS, max_new_tokens))
-    for prompt in prompts:
-        answers = {name: ways[name](prompt, max_new_tokens) for name in order}
+            ways[name](prompt, min(WARM_UP_TOKENS, max_new_tokens), sampling)
+    for number, prompt in enumerate(prompts):
+        draws = sampling and sampling.of_prompt(number)
+        answers = {name: ways[name](prompt, max_new_tokens, draws) for name in order}
         order = [*order[1:], order[0]]
-        result = compare(target, prompt, **answers)
-        total.results.append(result)
-        on_prompt(result, total)
-    return total
+        for size, total in totals.items():
+            result = compare(target, prompt, answers["plain"], answers[size], answers.get("ngram"), draws)
+            total.results.append(result)
+        on_prompt(totals[largest].results[-1], totals[largest])
+    return totals
 
 
 def compare(
@@ -290,6 +371,7 @@ def compare(
     plain: Decoded,
     speculative: Decoded,
     ngram: Decoded | None = None,
+    sampling: Sampling | None = None,
 ) -> PromptResult:
     """Compare answers with the plain one, token by token; at a difference, ask the target how sure it is there."""
     differences = []
@@ -300,7 +382,8 @@ def compare(
     for name, answer in named:
         position = None if answer is None else first_difference(plain.tokens, answer.tokens)
         if position is not None:
-            best = target.next_logits([*prompt_ids, *plain.tokens[:position]]).topk(2).values
+            logits = target.next_logits([*prompt_ids, *plain.tokens[:position]])
+            best = (sampling.scores_at(logits, position) if sampling else logits).topk(2).values
             gap = float(best[0] - best[1])
             differences.append(Difference(name, position, gap, is_tie=gap < TIE_GAP[target.dtype]))
     return PromptResult(plain, speculative, ngram, tuple(differences))
@@ -319,6 +402,11 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """First position at which two sequences differ, or at which the shorter one ends; None if they are equal."""
     shared = min(len(one), len(other))
     return next((i for i in range(shared) if one[i] != other[i]), None if len(one) == len(other) else shared)
+
+
+def sample_prompts() -> Path:
+    """The prompts that come with Paceline, for targets that are evaluated without any of one's own."""
+    return Path(str(package_files("paceline.data") / "samples" / "prompts.jsonl"))
 
 
 def read_prompts(files: Sequence[Path], limit: int | None = None) -> list[list[dict[str, Any]]]:

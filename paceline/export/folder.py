@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from paceline.errors import ModelError
+from paceline.errors import ConfigError, ModelError
 from paceline.files import staged_folder
 from paceline.models.draft import DraftShape
+from paceline.models.loading import check_layer_ids
+from paceline.models.target import Target
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+CODE_FILE = "dflash.py"
+FINGERPRINT_FILE = "paceline.json"
+OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, CODE_FILE, FINGERPRINT_FILE}
+"""All that an export may write; a folder with anything else is not replaced."""
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -38,6 +45,9 @@ LAYER_KEYS = (
 """Fields of `DraftShape` that stand in every layout under their own name."""
 
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
 def has_layout(folder: Path | str, layout: str) -> bool:
     """Whether a folder's configuration has the key of a layout."""
     try:
@@ -55,22 +65,30 @@ def export_place(out_dir: Path | str) -> Path:
         raise ModelError(f"--out {folder} is a file; a folder was wanted")
     names = {entry.name for entry in folder.iterdir()}
     is_export = any(has_layout(folder, layout) for layout in LAYOUT_KEYS)
-    if names and not (is_export and names <= {CONFIG_FILE, WEIGHTS_FILE}):
+    if names and not (is_export and names <= OWN_FILES):
         raise ModelError(f"--out {folder} holds other files than an export; choose a new folder")
     return folder
 
 
 def write_export(
-    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], check: Callable[[Path], None]
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    check: Callable[[Path], None],
+    texts: Mapping[str, str],
 ) -> None:
-    """Write both files beside the place, let `check` read them there, and put them in place whole.
+    """Write the files beside the place, let `check` read them there, and put them in place whole.
 
+    Args:
+        texts: Further files of `OWN_FILES`, by name.
     Raises: ModelError; an earlier export is as it was then.
     """
     try:
         with staged_folder(folder) as partial:
             (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             safetensors.torch.save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+            for name, text in texts.items():
+                (partial / name).write_text(text, encoding="utf-8")
             check(partial)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"export to {folder} could not be written: {error}") from error
@@ -83,6 +101,65 @@ def check_written(folder: Path, read: DraftShape, wrote: DraftShape, tensors: di
     found = read_tensors(folder)
     if damaged := [name for name, tensor in tensors.items() if not torch.equal(found[name], tensor)]:
         raise ModelError(f"export: tensors read back otherwise than written: {damaged}; is a weight not finite?")
+
+
+def check_target(shape: DraftShape, target: Target, name: str) -> None:
+    """Whether the target is the one that the drafter was trained for. Raises: ModelError naming what differs."""
+    pairs = {
+        "hidden_size": (shape.hidden_size, target.shape.hidden_size),
+        "num_target_layers": (shape.num_target_layers, target.shape.num_layers),
+        "vocab_size": (shape.vocab_size, target.shape.vocab_size),
+    }
+    different = [f"{key} {seen} against {found}" for key, (seen, found) in pairs.items() if seen != found]
+    if different:
+        raise ModelError(f"the drafter was trained for another target than {name}: {', '.join(different)}")
+
+
+def embedding_factor(shape: DraftShape, target: Target) -> float:
+    """What the target multiplies a row of its embedding by, in the type of its weights; 1.0 for most.
+
+    Raises: ModelError if the embedding is more than rows and one factor.
+    """
+    mask = torch.tensor([shape.mask_token_id], device=target.head.weight.device)
+    row, embedded = target.embed.weight[mask], target.embed(mask)
+    factor = getattr(target.embed, "embed_scale", torch.tensor(1.0)).to(row.dtype)
+    if not torch.equal(row * factor, embedded):
+        raise ModelError(
+            f"{target.shape.model_type}: its embedding of a token is not a row times a factor, and engines have nothing "
+            "else: a drafter for it cannot be exported"
+        )
+    return float(factor)
+
+
+def check_drafter(shape: DraftShape, where: str, taps: str) -> None:
+    """What no drafter can be, whatever the layout.
+
+    Args:
+        where: What was looked at, and `taps` the name of its tapped layers, for the message.
+    Raises: ModelError naming the key, and what was wanted.
+    """
+    try:
+        check_layer_ids(shape.target_layer_ids, shape.num_target_layers)
+    except ConfigError as error:
+        raise ModelError(f"{where}: {taps}: {error}") from error
+    if not 0 <= shape.mask_token_id < shape.vocab_size:
+        raise ModelError(
+            f"{where}: mask_token_id={shape.mask_token_id} is not in 0..{shape.vocab_size - 1}: the target's embedding "
+            f"has {shape.vocab_size} rows"
+        )
+    if shape.block_size < 2:
+        raise ModelError(f"{where}: block_size={shape.block_size}; 2 or more were wanted, the anchor included")
+    if len(shape.layer_types) != shape.num_hidden_layers:
+        raise ModelError(
+            f"{where}: layer_types has {len(shape.layer_types)} entries for num_hidden_layers={shape.num_hidden_layers}"
+        )
+    if unknown := sorted(set(shape.layer_types) - set(LAYER_TYPES)):
+        raise ModelError(f"{where}: layer_types has {unknown}; {' and '.join(LAYER_TYPES)} were wanted")
+    if shape.num_attention_heads % shape.num_key_value_heads or shape.head_dim % 2:
+        raise ModelError(
+            f"{where}: num_attention_heads={shape.num_attention_heads} has to be a multiple of num_key_value_heads="
+            f"{shape.num_key_value_heads}, and head_dim={shape.head_dim} even"
+        )
 
 
 def read_config(folder: Path, layout: str) -> dict[str, Any]:
@@ -110,6 +187,32 @@ def wanted(section: dict[str, Any], key: str, path: Path) -> Any:
     if section.get(key) is None:
         raise ModelError(f"{path} has no {key}, and a guess would change what the drafter computes")
     return section[key]
+
+
+def numbers(section: dict[str, Any], keys: Iterable[str], path: Path) -> dict[str, Any]:
+    """Values above 0 that have no default: whole ones, but for the norm's epsilon. Raises: ModelError naming the key."""
+    found = {key: wanted(section, key, path) for key in keys}
+    for key, value in found.items():
+        kinds = (int, float) if key == "rms_norm_eps" else (int,)
+        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+            raise ModelError(f"{path}: {key}={value!r}; a {'' if float in kinds else 'whole '}number above 0 was wanted")
+    return found
+
+
+def token_id(section: dict[str, Any], key: str, path: Path) -> int:
+    """Raises: ModelError if it is no whole number."""
+    value = wanted(section, key, path)
+    if type(value) is not int:
+        raise ModelError(f"{path}: {key}={value!r}; a whole number was wanted")
+    return value
+
+
+def layer_ids(section: dict[str, Any], key: str, path: Path) -> tuple[int, ...]:
+    """Raises: ModelError if it is no list of whole numbers."""
+    value = wanted(section, key, path)
+    if not isinstance(value, list) or any(type(i) is not int for i in value):
+        raise ModelError(f"{path}: {key}={value!r}; a list of layers was wanted")
+    return tuple(value)
 
 
 def check_fixed(section: dict[str, Any], fixed: dict[str, Any], path: Path) -> None:

@@ -14,33 +14,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError, ModelError
+from paceline.errors import ModelError
 from paceline.export.folder import (
     ARCHITECTURE,
     CONFIG_FILE,
     LAYER_KEYS,
     LAYOUT_KEYS,
     WEIGHTS_FILE,
+    check_drafter,
     check_fixed,
+    check_target,
     check_tensors,
     check_written,
+    embedding_factor,
     export_place,
     has_layout,
+    layer_ids,
+    numbers,
     read_config,
     read_tensors,
     rope_of,
+    token_id,
     wanted,
     write_export,
 )
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.models.draft import DFlashDrafter, DraftShape
-from paceline.models.loading import check_layer_ids, read_shape
+from paceline.models.loading import read_shape
 from paceline.models.target import Target
 
 LAYOUT = "speculators"
@@ -107,6 +114,7 @@ def export_speculators(
     target_name: str,
     out_dir: Path | str,
     dtype: torch.dtype = torch.bfloat16,
+    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the folder, read it back, and put it in place whole.
 
@@ -115,6 +123,7 @@ def export_speculators(
         target_name: Hub id or folder of the target, which readers look up; a folder is written as a full path.
         out_dir: A new or empty folder, or an earlier export, which is replaced.
         dtype: Type of the weights in the file.
+        texts: Further files to write, by name: the model card.
     Returns: the folder.
     Raises: ModelError if the folder holds something else, cannot be written, target and drafter do not fit together,
         or one of them has what the layout has no place for or its readers would misread.
@@ -126,16 +135,21 @@ def export_speculators(
     config = _config_of(shape, target, target_name, dtype)
     tensors = _tensors_of(drafter, shape, target.head, dtype)
     write_export(
-        folder, config, tensors, lambda place: check_written(place, load_speculators(place).shape, shape, tensors)
+        folder,
+        config,
+        tensors,
+        lambda place: check_written(place, load_speculators(place).shape, shape, tensors),
+        texts or {},
     )
     return folder
 
 
-def serving_commands(folder: Path, drafter: DFlashDrafter, target_name: str) -> list[str]:
+def serving_commands(folder: Path | str, drafter: DFlashDrafter, target_name: str) -> list[str]:
     """How to go on. vLLM can start from the folder alone, but then refuses a target that is no hub id."""
     vllm = json.dumps({"method": "dflash", "model": str(folder), "num_speculative_tokens": drafter.num_predicted})
     return [
-        f"next: paceline eval --target {target_name} --draft {folder} --prompts FILE",
+        f"next: paceline check {folder} --target {target_name}",
+        f"eval: paceline eval --target {target_name} --draft {folder} --prompts FILE",
         f"vLLM: vllm serve {target_name} --speculative-config '{vllm}'",
     ]
 
@@ -193,7 +207,7 @@ def _check_shape(shape: DraftShape) -> None:
             "draft.is_causal=false or draft.layer_types=sliding"
         )
     _check_rope(shape.rope, "the drafter")
-    _check_taps(shape.target_layer_ids, shape.num_target_layers, "the drafter")
+    check_drafter(shape, "the drafter", "target_layer_ids")
 
 
 def _check_rope(rope: dict[str, Any], where: str) -> None:
@@ -207,29 +221,13 @@ def _check_rope(rope: dict[str, Any], where: str) -> None:
         raise ModelError(f"{where}: vLLM does not read the rotary settings {unknown} of rope_type={kind!r}")
 
 
-def _check_taps(layer_ids: tuple[int, ...], num_target_layers: int, where: str) -> None:
-    """Counted as here: the layout's number less one. Its converter drops the last layer's output without a word."""
-    try:
-        check_layer_ids(layer_ids, num_target_layers)
-    except ConfigError as error:
-        raise ModelError(f"{where}: {error}") from error
-
-
 def _check_target(shape: DraftShape, target: Target, name: str) -> None:
     """Whether the target is the drafter's, and shares nothing but plain matrices. Raises: ModelError."""
-    pairs = {
-        "hidden_size": (shape.hidden_size, target.shape.hidden_size),
-        "num_target_layers": (shape.num_target_layers, target.shape.num_layers),
-        "vocab_size": (shape.vocab_size, target.shape.vocab_size),
-    }
-    different = [f"{key} {seen} against {found}" for key, (seen, found) in pairs.items() if seen != found]
-    if different:
-        raise ModelError(f"the drafter was trained for another target than {name}: {', '.join(different)}")
-    mask = torch.tensor([shape.mask_token_id], device=target.head.weight.device)
+    check_target(shape, target, name)
     beyond = {
         f"a soft cap of its logits ({target.head.softcap})": target.head.softcap is not None,
         f"a factor of its logits ({target.head.scale})": target.head.scale != 1.0,
-        "a factor of its embedding": not torch.equal(target.embed(mask), target.embed.weight[mask]),
+        "a factor of its embedding": embedding_factor(shape, target) != 1.0,
     }
     for what, there in beyond.items():
         if there:
@@ -323,24 +321,21 @@ def _shape_of(config: dict[str, Any], path: Path) -> DraftShape:
     check_fixed(config, FIXED_VALUES, path)
     layer = wanted(config, "transformer_layer_config", path)
     check_fixed(layer, FIXED_LAYER_VALUES, path)
-    plain = {key: wanted(layer, key, path) for key in LAYER_KEYS}
+    plain = numbers(layer, LAYER_KEYS, path)
     check_fixed(config, {"target_hidden_size": plain["hidden_size"]}, path)
-    vocab_size, draft_vocab_size = plain["vocab_size"], wanted(config, "draft_vocab_size", path)
-    if not 0 < draft_vocab_size <= vocab_size:
+    vocab_size, draft_vocab_size = plain["vocab_size"], numbers(config, ["draft_vocab_size"], path)["draft_vocab_size"]
+    if draft_vocab_size > vocab_size:
         raise ModelError(f"{path}: draft_vocab_size={draft_vocab_size} of a vocabulary of {vocab_size}")
     layer_types = _layer_types_of(layer, path)
     rope = rope_of(layer, path)
     _check_rope(rope, str(path))
-    num_target_layers = _num_target_layers_of(config, path)
-    layer_ids = tuple(i - 1 for i in wanted(config, "aux_hidden_state_layer_ids", path))
-    _check_taps(layer_ids, num_target_layers, f"{path}: aux_hidden_state_layer_ids, which count one higher")
-    return DraftShape(
+    shape = DraftShape(
         **plain,
         rope=rope,
         block_size=_block_size_of(config, path),
-        mask_token_id=wanted(config, "mask_token_id", path),
-        target_layer_ids=layer_ids,
-        num_target_layers=num_target_layers,
+        mask_token_id=token_id(config, "mask_token_id", path),
+        target_layer_ids=tuple(i - 1 for i in layer_ids(config, "aux_hidden_state_layer_ids", path)),
+        num_target_layers=_num_target_layers_of(config, path),
         layer_types=layer_types,
         is_causal=_causality_of(config, layer_types, path),
         sliding_window=wanted(layer, "sliding_window", path)
@@ -348,11 +343,13 @@ def _shape_of(config: dict[str, Any], path: Path) -> DraftShape:
         else layer.get("sliding_window"),
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
     )
+    check_drafter(shape, str(path), "aux_hidden_state_layer_ids, which count one higher")
+    return shape
 
 
 def _block_size_of(config: dict[str, Any], path: Path) -> int:
     """It has to hold what is drafted by default, and the anchor."""
-    block_size, section = wanted(config, "block_size", path), config[LAYOUT_KEYS[LAYOUT]]
+    block_size, section = token_id(config, "block_size", path), config[LAYOUT_KEYS[LAYOUT]]
     check_fixed(section, {"algorithm": "dflash"}, path)
     for method in section.get("proposal_methods") or []:
         drafted = method.get("speculative_tokens", block_size - 1)

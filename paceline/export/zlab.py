@@ -11,29 +11,38 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from paceline.errors import ModelError
 from paceline.export.folder import (
     ARCHITECTURE,
+    CODE_FILE,
     CONFIG_FILE,
     LAYER_KEYS,
+    check_drafter,
     check_fixed,
+    check_target,
     check_tensors,
     check_written,
+    embedding_factor,
     export_place,
     has_layout,
+    layer_ids,
+    numbers,
     read_config,
     read_tensors,
     rope_of,
+    token_id,
     wanted,
     write_export,
 )
 from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.target import Target
 
 LAYOUT = "z-lab"
 
@@ -41,32 +50,75 @@ PLAIN_KEYS = (*LAYER_KEYS, "num_target_layers")
 """Fields of `DraftShape` that stand in the file under their own name."""
 
 FIXED_VALUES = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
-"""What the drafter always is. A file that says otherwise holds another model."""
+FIXED_ENGINE_VALUES = {"is_neox_style": True, "logit_scale": 1.0, "sample_from_anchor": False}
+FIXED_DFLASH_VALUES = {"sample_from_anchor": False, "use_aux_hidden_state": True, "use_swa": False}
+"""What the drafter always is. A file that says otherwise holds another model. Of these only the first are written; an
+engine reads the others where they are there."""
+
+OF_TARGET = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+"""Factors of the target's embedding and logits, and the soft cap of these: its own embedding and head bring them along,
+but z-lab's decoder takes the bare matrices, and these from the drafter."""
 
 KNOWN_DFLASH_KEYS = {
     "mask_token_id",
     "target_layer_ids",
     "block_size",
     "causal",
-    # The target's own; its embedding and head, which the drafter shares, bring them along.
-    "input_embedding_scale",
-    "final_logit_softcapping",
-    "output_multiplier",
+    *FIXED_DFLASH_VALUES,
+    *OF_TARGET,
+}
+
+KNOWN_KEYS = {
+    *transformers.Qwen3Config().to_dict(),
+    *FIXED_ENGINE_VALUES,
+    *OF_TARGET,
+    "block_size",
+    "dflash_config",
+    "draft_vocab_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "is_causal",
+    "max_window_layers",
+    "num_target_layers",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "target_hidden_size",
+    # These say nothing of what the drafter computes.
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
 }
 
 UNSUPPORTED_ROPE_KEYS = ("mrope_section", "partial_rotary_factor")
 """Engines would rotate otherwise than the drafter, which rotates the whole head by one position."""
 
 
-def export_zlab(drafter: DFlashDrafter, out_dir: Path | str, dtype: torch.dtype = torch.bfloat16) -> Path:
+def export_zlab(
+    drafter: DFlashDrafter,
+    out_dir: Path | str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    target: Target | None = None,
+    auto_map: bool = False,
+    texts: Mapping[str, str] | None = None,
+) -> Path:
     """Write the folder, read it back, and put it in place whole.
 
     Args:
         out_dir: A new or empty folder, or an earlier export, which is replaced.
         dtype: Type of the weights in the file.
+        target: The target or the start of it, in `dtype`. Without it the factors that it has beside its matrices, as
+            Gemma does, are not written, and z-lab's decoder drafts as if there were none.
+        auto_map: Also write the file of code by which Transformers loads the folder.
+        texts: Further files to write, by name: the model card.
     Returns: the folder.
-    Raises: ModelError if the folder holds something else, cannot be written, or the drafter has what engines would
-        misread.
+    Raises: ModelError if the folder holds something else, cannot be written, the drafter has what engines would
+        misread, or was trained for another target.
     """
     if drafter.shape.draft_vocab_size is not None:
         raise ModelError(
@@ -75,20 +127,31 @@ def export_zlab(drafter: DFlashDrafter, out_dir: Path | str, dtype: torch.dtype 
             "rows were never trained against. Use --format speculators, or train with draft.vocab=full"
         )
     folder = export_place(out_dir)
+    check_drafter(drafter.shape, "the drafter", "target_layer_ids")
     config = _config_of(drafter.shape, dtype)
+    if target is not None:
+        check_target(drafter.shape, target, target.shape.model_type)
+        config["dflash_config"] |= _of_target(drafter.shape, target)
+    texts = dict(texts or {})
+    if auto_map:
+        config["auto_map"] = {"AutoModel": f"{CODE_FILE.removesuffix('.py')}.{ARCHITECTURE}"}
+        texts[CODE_FILE] = Path(__file__).with_name("auto_model.py").read_text(encoding="utf-8")
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
     written = dataclasses.replace(drafter.shape, rope=config["rope_parameters"])
-    write_export(folder, config, tensors, lambda place: check_written(place, load_zlab(place).shape, written, tensors))
+    write_export(
+        folder, config, tensors, lambda place: check_written(place, load_zlab(place).shape, written, tensors), texts
+    )
     return folder
 
 
-def serving_commands(folder: Path, drafter: DFlashDrafter) -> list[str]:
+def serving_commands(folder: Path | str, drafter: DFlashDrafter, target_name: str = "TARGET") -> list[str]:
     """How each engine takes the folder: vLLM counts drafted tokens, SGLang the anchor as well."""
     vllm = json.dumps({"method": "dflash", "model": str(folder), "num_speculative_tokens": drafter.num_predicted})
     return [
-        f"next: paceline eval --target TARGET --draft {folder} --prompts FILE",
-        f"vLLM: vllm serve TARGET --speculative-config '{vllm}'",
-        f"SGLang: python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH "
+        f"next: paceline check {folder} --target {target_name}",
+        f"eval: paceline eval --target {target_name} --draft {folder} --prompts FILE",
+        f"vLLM: vllm serve {target_name} --speculative-config '{vllm}'",
+        f"SGLang: python -m sglang.launch_server --model-path {target_name} --speculative-algorithm DFLASH "
         f"--speculative-draft-model-path {folder} --speculative-num-draft-tokens {drafter.num_predicted + 1}",
     ]
 
@@ -140,26 +203,41 @@ def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def _of_target(shape: DraftShape, target: Target) -> dict[str, float]:
+    """What the target has beside its matrices; nothing for most."""
+    values = (embedding_factor(shape, target), target.head.scale, target.head.softcap)
+    return {
+        key: value for key, value in zip(OF_TARGET, values, strict=True) if value is not None and value != 1.0
+    }
+
+
 def _shape_of(config: dict[str, Any], folder: Path) -> DraftShape:
     """The drafter that a configuration describes. Raises: ModelError for what this drafter is not."""
     path, draft = folder / CONFIG_FILE, config["dflash_config"]
     if config.get("architectures") != [ARCHITECTURE]:
         raise ModelError(f"{path}: architectures {config.get('architectures')}; [{ARCHITECTURE!r}] was wanted")
-    check_fixed(config, FIXED_VALUES, path)
-    if unknown := sorted(set(draft) - KNOWN_DFLASH_KEYS):
-        raise ModelError(f"{path}: dflash_config has {unknown}, which mean another kind of drafter")
-    num_layers = wanted(config, "num_hidden_layers", path)
-    layer_types = tuple(config.get("layer_types") or ["full_attention"] * num_layers)
-    return DraftShape(
-        **{key: wanted(config, key, path) for key in PLAIN_KEYS},
+    for section, known, name in ((draft, KNOWN_DFLASH_KEYS, f"{path}: dflash_config"), (config, KNOWN_KEYS, str(path))):
+        if unknown := sorted(set(section) - known):
+            raise ModelError(f"{name} has {unknown}, which mean another kind of drafter")
+    plain = numbers(config, PLAIN_KEYS, path)
+    taps = layer_ids(draft, "target_layer_ids", path)
+    check_fixed(config, FIXED_VALUES | FIXED_ENGINE_VALUES, path)
+    check_fixed(config, {"target_hidden_size": plain["hidden_size"], "draft_vocab_size": plain["vocab_size"]}, path)
+    check_fixed(config, {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in taps]}, path)
+    check_fixed(draft, FIXED_DFLASH_VALUES, path)
+    layer_types = tuple(config.get("layer_types") or ["full_attention"] * plain["num_hidden_layers"])
+    shape = DraftShape(
+        **plain,
         rope=rope_of(config, path),
         block_size=_block_size_of(config, path),
-        mask_token_id=wanted(draft, "mask_token_id", path),
-        target_layer_ids=tuple(wanted(draft, "target_layer_ids", path)),
+        mask_token_id=token_id(draft, "mask_token_id", path),
+        target_layer_ids=taps,
         layer_types=layer_types,
         is_causal=_causality_of(config, layer_types, path),
         sliding_window=_window_of(config, layer_types, path),
     )
+    check_drafter(shape, str(path), "dflash_config.target_layer_ids")
+    return shape
 
 
 def _block_size_of(config: dict[str, Any], path: Path) -> int:
@@ -173,9 +251,15 @@ def _block_size_of(config: dict[str, Any], path: Path) -> int:
 
 def _causality_of(config: dict[str, Any], layer_types: Iterable[str], path: Path) -> bool:
     """Attention inside a block. Where the file does not say: causal in sliding layers, and not in full ones."""
-    for written in (config.get("is_causal"), config["dflash_config"].get("causal")):
-        if written is not None:
-            return bool(written)
+    places = (config.get("is_causal"), config["dflash_config"].get("causal"))
+    said = {bool(value) for value in places if value is not None}
+    if len(said) == 2:
+        raise ModelError(
+            f"{path}: is_causal={places[0]} and dflash_config.causal={places[1]}: z-lab goes by the first, vLLM by the "
+            "second; make them equal, as the drafter was trained"
+        )
+    if said:
+        return said.pop()
     kinds = set(layer_types)
     if len(kinds) > 1:
         raise ModelError(
