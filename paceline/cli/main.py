@@ -12,7 +12,7 @@ import typer
 from rich.logging import RichHandler
 
 from paceline import __version__
-from paceline.cli import data, demo, doctor, evaluate, inspect, profile, regenerate, steer, train, watch
+from paceline.cli import check, data, demo, doctor, evaluate, inspect, profile, regenerate, steer, train, watch
 from paceline.cli.progress import stderr_console
 from paceline.errors import PacelineError, PipelineError, printable
 
@@ -37,6 +37,7 @@ for verb in (
     steer.checkpoint,
     evaluate.eval,
     evaluate.export,
+    check.check,
 ):
     app.command()(verb)
 app.command("set")(steer.set_)

@@ -272,13 +272,17 @@ def _guarding(
     )
 
 
+COUNTS = ("step", "tokens", "batches", "queue", "issued", "trained", "skipped", "retried")
+"""Gauges that move with the run; those of waits move while it hangs as well."""
+
+
 def _movement(run: Run, page: Page | None, passed: _Passed) -> object:
     """Another one whenever a thread enters or leaves a stage or begins a batch, or a count changes."""
     if page is None:
         return passed.count, run.known()
     now = page.snapshot()
     threads = [(each.block, each.tid, each.inner, each.outer, each.num_batches, each.top_ns) for each in now.threads]
-    return now.gauges, threads, run.known()
+    return [now.gauges.get(name) for name in COUNTS], threads, run.known()
 
 
 def _places(page: Page | None) -> list[str]:

@@ -259,12 +259,13 @@ def ledger_text(ledger: Mapping[str, int]) -> str:
 
 
 def num_bad_batches(run: RunFolder) -> int:
-    """Lines of ``bad_batches.jsonl``: micro-batches left out by all processes of the run."""
-    try:
-        with open(run.path / "bad_batches.jsonl", "rb") as file:
-            return sum(line.endswith(b"\n") for line in file)
-    except OSError:
-        return 0
+    """Micro-batches in ``bad_batches.jsonl``, left out by whichever process of the run."""
+    found = set()
+    with contextlib.suppress(OSError), open(run.path / "bad_batches.jsonl", "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                found.add(json.loads(line)["batch"])
+    return len(found)
 
 
 def not_running(run: RunFolder) -> CheckpointError:

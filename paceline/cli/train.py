@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline import __version__
+from paceline.cli.initial import initial_of, load_initial
 from paceline.cli.observe import observing
 from paceline.cli.progress import TrainProgress, say
 from paceline.config import (
@@ -38,7 +39,8 @@ from paceline.config import (
 from paceline.control.run_folder import RunFolder
 from paceline.control.signals import StopRequest
 from paceline.control.steering import Steering
-from paceline.errors import CheckpointError, ConfigError, PipelineError
+from paceline.errors import CheckpointError, ConfigError, ModelError, PipelineError
+from paceline.files import explain
 
 if TYPE_CHECKING:
     from paceline.models.loading import TargetShape
@@ -170,7 +172,8 @@ def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
 
     where = (config.target.path, config.target.revision, config.target.trust_remote_code)
     shape = read_shape(*where)
-    resolved = resolve(config, shape, Dataset.open(config.data.path), load_tokenizer(*where))
+    initial = initial_of(config)
+    resolved = resolve(config, shape, Dataset.open(config.data.path), load_tokenizer(*where), initial)
     return resolved, shape
 
 
@@ -206,13 +209,15 @@ def _train(
     run = RunFolder(config.run.dir)
     began = time.monotonic()
     check_packages(config.tracking)
-    progress.phase("loading the target and the data")
-    resolved, shape = resolve_config(config)
     with run.lock(), contextlib.ExitStack() as stack:
+        progress.phase("loading the target and the data")
+        resolved, shape = resolve_config(config)
         compiles = resolved.config.run.device.startswith("cuda") and resolved.config.kernels.compile
         if compiles:
             progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
         target = load_target(resolved.config)
+        if target.device.type == "cpu":  # on a GPU this was not tried yet
+            check_taps(target)
         num_anchors = None if "anchors.per_token" in allowed else saved_num_anchors(run.checkpoints)
         if num_anchors is not None:  # a GPU rounds them, a CPU does not
             resolved = dataclasses.replace(resolved, num_anchors=num_anchors)
@@ -224,8 +229,11 @@ def _train(
         trainer = build_trainer(resolved, target)
         state = restore(run, trainer, _fresh_state(resolved, target), allowed)
         trackers = stack.enter_context(Trackers(config.tracking, run, state.step, config.model_dump(mode="json")))
-        run.write_config(config)
-        run.write_json("run.json", _run_record(resolved, target, trainer, state.step))
+        try:
+            run.write_config(config)
+            run.write_json("run.json", _run_record(resolved, target, trainer, state.step))
+        except OSError as error:
+            raise CheckpointError(f"run.dir {run.path} cannot be written to: {explain(error)}") from error
         run.event("resumed" if state.step else "started", step=state.step, **_changes(allowed))
         notes = [target.packing_note, target.quantization_note]
         if target.device.type == "cuda":  # on the CPU there is no choice to report
@@ -270,6 +278,7 @@ def _train(
             progress=progress,
             should_stop=should_stop,
             source_of=resolved.dataset.source,
+            saves_first=bool(allowed) and state.step > 0,
             track=trackers.log,
         )
         profiling = config.profiling.model_copy(update={"interval": interval_s})
@@ -374,6 +383,23 @@ def load_target(config: RunConfig) -> Target:
     )
 
 
+TAP_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Largest difference of a tap from the target's own hidden state, of the largest value there."""
+
+
+def check_taps(target: Target) -> None:
+    """One forward of a few tokens: taps are the hidden states that Transformers lists. Raises: ModelError."""
+    from paceline.models.states import tap_differences
+
+    tolerance = TAP_TOLERANCE[str(target.dtype).removeprefix("torch.")]
+    for layer, difference in tap_differences(target).items():
+        if not difference <= tolerance:
+            raise ModelError(
+                f"the tap behind layer {layer} is {difference:.2g} off the target's own hidden_states[{layer + 1}], "
+                f"{tolerance:g} is allowed: this target's layers do not put out what a drafter would be trained on"
+            )
+
+
 def keep_compiled_kernels() -> None:
     """Keep what is compiled for a GPU in the user's cache: the default is a folder for temporary files."""
     from paceline.files import default_cache_dir
@@ -392,7 +418,7 @@ def keep_compiled_kernels() -> None:
 
 
 def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
-    """A fresh drafter beside its target, with its optimizer."""
+    """A fresh drafter, or that of `draft.init`, beside its target, with its optimizer."""
     import torch
 
     from paceline.models.draft import drafter_class
@@ -403,7 +429,10 @@ def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
     drafter = drafter_class(config.draft.kind)(resolved.draft).to(target.device)
     drafter.set_draft_vocab(resolved.draft_token_ids)
     head = drafter.own_head(target.head)
-    drafter.initialise(config.run.seed, target.embed, head)
+    if (weights := load_initial(config)) is None:
+        drafter.initialise(config.run.seed, target.embed, head)
+    else:
+        drafter.load_state_dict(weights.state_dict())
     return TrainStep(
         drafter,
         target.embed,
@@ -449,6 +478,11 @@ def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:
         "batches: {issued} issued = {trained} trained + {in_flight} in flight + {skipped} left out; "
         "{retried} made again".format(**report.ledger)
     )
+    if report.ending == "finished" and report.step < report.total_steps:
+        say(
+            f"{report.total_steps - report.step} steps of the plan were not made: of {report.skipped_batches} batches "
+            "nothing was to be learnt, or they were not finite"
+        )
     if report.ending == "finished":
         say(f"next: paceline export {run.path} --format zlab --out {run.path / 'export'}")
     else:

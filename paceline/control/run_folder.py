@@ -85,6 +85,7 @@ class RunFolder:
         with contextlib.ExitStack() as stack:
             try:
                 if not self.path.is_dir():
+                    stack.callback(self._remove_if_unused)
                     self.path.mkdir(parents=True, exist_ok=True)
                     sync(self.path.absolute().parent)
                 stack.enter_context(locked(self.path / "run.lock", busy))
@@ -92,6 +93,19 @@ class RunFolder:
                 raise CheckpointError(f"run.dir {self.path} cannot be locked: {explain(error)}") from error
             stack.callback(self._events.close)
             yield
+
+    def _remove_if_unused(self) -> None:
+        """A folder of this process's in which no run came about."""
+        with contextlib.suppress(OSError):
+            if [path.name for path in self.path.iterdir()] == ["run.lock"]:
+                (self.path / "run.lock").unlink()
+                self.path.rmdir()
+
+    def has_saved(self) -> bool:
+        """Whether ``events.jsonl`` tells of a checkpoint."""
+        with contextlib.suppress(OSError), open(self.path / "events.jsonl", "rb") as file:
+            return any(b'"event": "checkpoint"' in line for line in file)
+        return False
 
     def _host_of(self, pid: str) -> str:
         """``" on HOST"``, if the process has said so; for a message."""

@@ -22,6 +22,7 @@ MAX_VERIFIED = 16
 USUAL_SHARES = (0.5, 0.83, 0.86, 0.83, 0.88, 0.47, 0.43)
 """Accepted share by slot of a drafter that the demo has trained (held-out prompts, blocks of 8)."""
 MIN_TRAINED_BLOCK, NEARLY = 4, 0.97
+SWEEP_STEP = 4 / 3
 NUM_CONTEXT = 128
 """Tokens in front of it."""
 WORTH_A_THREAD = 0.9
@@ -129,9 +130,22 @@ def choose_trained_block(verify_ms: Mapping[int, float], draft_ms: float) -> int
     trained with 6 accepts as much as the whole 8, for three quarters of the training.
     """
     expected = expected_speedups(USUAL_SHARES, verify_ms, draft_ms)
-    blocks = [k for k in expected if k >= MIN_TRAINED_BLOCK]
-    best = max(expected[k] for k in blocks)
-    return next(k for k in blocks if expected[k] >= NEARLY * best)
+    return fewest_nearly_best({k: gain for k, gain in expected.items() if k >= MIN_TRAINED_BLOCK})
+
+
+def fewest_nearly_best(speeds: Mapping[int, float]) -> int:
+    """The smallest block whose speed comes to `NEARLY` the best: more slots cost more as soon as requests compete."""
+    best = max(speeds.values())
+    return next(k for k in sorted(speeds) if speeds[k] >= NEARLY * best)
+
+
+def swept_blocks(trained: int, smallest: int = 2) -> list[int]:
+    """Block sizes worth measuring: every one while they are small, then in steps of a third, and all the slots."""
+    sizes, size = [], smallest
+    while size < trained:
+        sizes.append(size)
+        size = max(size + 1, round(size * SWEEP_STEP))
+    return [*sizes, trained]
 
 
 def expected_lengths(per_position: Sequence[float]) -> dict[int, float]:

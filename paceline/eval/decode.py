@@ -184,8 +184,8 @@ def decode(
         drafted_at = time.perf_counter()
         answer.draft_s += drafted_at - start
         following = target.verify([anchor, *drafted])
-        num_hits = _leading_hits(drafted, following)
-        committed = _until_stop([*drafted[:num_hits], following[num_hits]][:left], stop_ids)
+        num_hits = leading_hits(drafted, following)
+        committed = until_stop([*drafted[:num_hits], following[num_hits]][:left], stop_ids)
         target.keep(len(committed))
         ended_at = time.perf_counter()
         answer.verify_s += ended_at - drafted_at
@@ -205,12 +205,12 @@ def _draft(target: TargetSide, drafter: DraftSide, joined: Sequence[int], anchor
     return drafter.propose(anchor)
 
 
-def _leading_hits(drafted: Sequence[int], following: Sequence[int]) -> int:
+def leading_hits(drafted: Sequence[int], following: Sequence[int]) -> int:
     """How many drafted tokens the target would have said as well, before the first it would not."""
     return next((i for i, token in enumerate(drafted) if token != following[i]), len(drafted))
 
 
-def _until_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
+def until_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
     """The tokens up to and including the first stop token."""
     return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in stop_ids), tokens)
 

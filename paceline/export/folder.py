@@ -22,7 +22,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 CODE_FILE = "dflash.py"
-FINGERPRINT_FILE = "paceline.json"
+FINGERPRINT_FILE = "fingerprint.json"
 OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, CODE_FILE, FINGERPRINT_FILE}
 """All that an export may write; a folder with anything else is not replaced."""
 
@@ -125,8 +125,8 @@ def embedding_factor(shape: DraftShape, target: Target) -> float:
     factor = getattr(target.embed, "embed_scale", torch.tensor(1.0)).to(row.dtype)
     if not torch.equal(row * factor, embedded):
         raise ModelError(
-            f"{target.shape.model_type}: its embedding of a token is not a row times a factor, and engines have nothing "
-            "else: a drafter for it cannot be exported"
+            f"{target.shape.model_type}: its embedding of a token is not a row times a factor, and engines have "
+            "nothing else: a drafter for it cannot be exported"
         )
     return float(factor)
 
@@ -190,12 +190,14 @@ def wanted(section: dict[str, Any], key: str, path: Path) -> Any:
 
 
 def numbers(section: dict[str, Any], keys: Iterable[str], path: Path) -> dict[str, Any]:
-    """Values above 0 that have no default: whole ones, but for the norm's epsilon. Raises: ModelError naming the key."""
+    """Numbers above 0 that have no default: whole, but for the norm's epsilon. Raises: ModelError naming the key."""
     found = {key: wanted(section, key, path) for key in keys}
     for key, value in found.items():
         kinds = (int, float) if key == "rms_norm_eps" else (int,)
         if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-            raise ModelError(f"{path}: {key}={value!r}; a {'' if float in kinds else 'whole '}number above 0 was wanted")
+            raise ModelError(
+                f"{path}: {key}={value!r}; a {'' if float in kinds else 'whole '}number above 0 was wanted"
+            )
     return found
 
 

@@ -49,7 +49,7 @@ LAYOUT = "z-lab"
 PLAIN_KEYS = (*LAYER_KEYS, "num_target_layers")
 """Fields of `DraftShape` that stand in the file under their own name."""
 
-FIXED_VALUES = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
+FIXED_VALUES = {"hidden_act": "silu", "attention_bias": False}
 FIXED_ENGINE_VALUES = {"is_neox_style": True, "logit_scale": 1.0, "sample_from_anchor": False}
 FIXED_DFLASH_VALUES = {"sample_from_anchor": False, "use_aux_hidden_state": True, "use_swa": False}
 """What the drafter always is. A file that says otherwise holds another model. Of these only the first are written; an
@@ -83,7 +83,7 @@ KNOWN_KEYS = {
     "rope_scaling",
     "rope_theta",
     "target_hidden_size",
-    # These say nothing of what the drafter computes.
+    # These say nothing of what the drafter computes; published folders have the target's own, such as tied embeddings.
     "auto_map",
     "bos_token_id",
     "dtype",
@@ -186,6 +186,7 @@ def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         **{key: getattr(shape, key) for key in PLAIN_KEYS},
         **FIXED_VALUES,
+        "tie_word_embeddings": False,
         "layer_types": list(shape.layer_types),
         "use_sliding_window": "sliding_attention" in shape.layer_types,
         "sliding_window": shape.sliding_window,
@@ -206,9 +207,7 @@ def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
 def _of_target(shape: DraftShape, target: Target) -> dict[str, float]:
     """What the target has beside its matrices; nothing for most."""
     values = (embedding_factor(shape, target), target.head.scale, target.head.softcap)
-    return {
-        key: value for key, value in zip(OF_TARGET, values, strict=True) if value is not None and value != 1.0
-    }
+    return {key: value for key, value in zip(OF_TARGET, values, strict=True) if value is not None and value != 1.0}
 
 
 def _shape_of(config: dict[str, Any], folder: Path) -> DraftShape:

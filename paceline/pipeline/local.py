@@ -53,7 +53,7 @@ class InTurn:
     """Target and drafter take turns in one thread: nothing waits, nothing is queued."""
 
     def __init__(self, make_features: MakeFeatures, coordinator: Coordinator, max_retries: int = 0) -> None:
-        self._maker = _Maker(make_features, coordinator, max_retries)
+        self._maker = Maker(make_features, coordinator, max_retries)
         self._coordinator = coordinator
         self._get_wait_s = self._total_wait_s = 0.0
 
@@ -98,7 +98,7 @@ class TargetThreads:
         threads: int,
         max_retries: int = 0,
     ) -> None:
-        self._maker = _Maker(make_features, coordinator, max_retries)
+        self._maker = Maker(make_features, coordinator, max_retries)
         self._should_stop = should_stop
         self._coordinator = coordinator
         self._channel = channel
@@ -207,7 +207,7 @@ def open_stream(
         stream.stop()
 
 
-class _Maker:
+class Maker:
     """Makes the features of a batch, again where that may help."""
 
     def __init__(self, make_features: MakeFeatures, coordinator: Coordinator, max_retries: int) -> None:

@@ -59,21 +59,43 @@ class ResolvedRun:
         return min(len(self.batches), self.total_steps * self.batches_per_step)
 
 
-def resolve(config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: Any) -> ResolvedRun:
+@dataclass(frozen=True)
+class Initial:
+    """The drafter that a run starts from.
+
+    Attributes:
+        place: Where it was read, for messages.
+        token_ids: Tokens that it can draft, int64 ``[Vd]`` ascending; None: all of the target's.
+    """
+
+    place: str
+    shape: DraftShape
+    token_ids: Tensor | None
+
+
+def resolve(
+    config: RunConfig, shape: TargetShape, dataset: Dataset, tokenizer: Any, initial: Initial | None = None
+) -> ResolvedRun:
     """Resolve a run file against its target and data.
 
     Args:
         tokenizer: The target's own.
+        initial: What `draft.init` holds; its shape becomes the drafter's.
     Raises: ConfigError, DataError.
     """
     _check_data(config, shape, dataset, tokenizer)
     device = resolve_device(config.run.device)
     on_gpu = device.type == "cuda"
     train_rows, validation_rows = dataset.split(config.data.validation)
-    draft_token_ids = choose_draft_vocab(config.draft, shape, dataset, train_rows)
-    draft = _resolve_draft(config, shape, dataset, tokenizer)
-    if draft_token_ids is not None:
-        draft = dataclasses.replace(draft, draft_vocab_size=len(draft_token_ids))
+    if initial is None:
+        draft_token_ids = choose_draft_vocab(config.draft, shape, dataset, train_rows)
+        draft = _resolve_draft(config, shape, dataset, tokenizer)
+        if draft_token_ids is not None:
+            draft = dataclasses.replace(draft, draft_vocab_size=len(draft_token_ids))
+    else:
+        draft, draft_token_ids = initial.shape, initial.token_ids
+        config = _adopted(config, initial, shape)
+        choose_mask_token(draft.mask_token_id, shape, tokenizer, dataset)
     longest = int(dataset.lengths.max())
 
     if isinstance(config.pipeline.tokens_per_batch, int):
@@ -320,6 +342,61 @@ def _resolve_draft(config: RunConfig, shape: TargetShape, dataset: Dataset, toke
         is_causal=False if draft.is_causal == "auto" else draft.is_causal,
         sliding_window=draft.sliding_window if "sliding_attention" in types else None,
     )
+
+
+def _adopted(config: RunConfig, initial: Initial, shape: TargetShape) -> RunConfig:
+    """The configuration with the shape of the drafter that the run starts from.
+
+    Raises: ConfigError naming each key that was set otherwise, and what of the drafter is not of this target.
+    """
+    found = initial.shape
+    values: dict[str, Any] = {
+        "kind": found.kind,
+        "options": found.options,
+        "num_layers": found.num_hidden_layers,
+        "block_size": found.block_size,
+        "mask_token_id": found.mask_token_id,
+        "layer_types": found.layer_types,
+        "is_causal": found.is_causal,
+        "sliding_window": found.sliding_window,
+        "num_attention_heads": found.num_attention_heads,
+        "num_key_value_heads": found.num_key_value_heads,
+        "head_dim": found.head_dim,
+        "intermediate_size": found.intermediate_size,
+        "vocab": "full" if found.draft_vocab_size is None else found.draft_vocab_size,
+    }
+    wanted = {key: getattr(config.draft, key) for key in config.draft.model_fields_set & values.keys()}
+    if wanted.get("layer_types") in ("full", "sliding"):
+        wanted["layer_types"] = (f"{wanted['layer_types']}_attention",) * found.num_hidden_layers
+    different = [
+        f"draft.{key}={_plain(wanted[key])}, the drafter has {_plain(value)}"
+        for key, value in values.items()
+        if wanted.get(key, "auto") not in ("auto", value)
+    ]
+    if config.target.layer_ids not in ("auto", found.target_layer_ids):
+        different.append(
+            f"target.layer_ids={_plain(config.target.layer_ids)}, the drafter has {_plain(found.target_layer_ids)}"
+        )
+    target = {
+        "hidden_size": (shape.hidden_size, found.hidden_size),
+        "num_target_layers": (shape.num_layers, found.num_target_layers),
+        "vocab_size": (shape.vocab_size, found.vocab_size),
+    }
+    different += [
+        f"{key}: the target has {here}, the drafter was made for {there}"
+        for key, (here, there) in target.items()
+        if here != there
+    ]
+    if different:
+        raise ConfigError(
+            f"draft.init={initial.place} is another drafter than is asked for; leave these keys out, or start from "
+            "another folder\n  " + "\n  ".join(different)
+        )
+    return config.model_copy(update={"draft": config.draft.model_copy(update=values)})
+
+
+def _plain(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def _head_geometry(config: RunConfig, shape: TargetShape) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -70,6 +71,7 @@ class TrainState:
         num_anchors: Anchor slots of a micro-batch.
         best_acceptance_length, best_step: Best so far on the held-out rows; None before the first measurement.
         target_fingerprint, data_fingerprint: Of what the run is trained with.
+        owes_measurement: Whether the measurement on the held-out rows that is due at this step was cut short.
     """
 
     step: int
@@ -81,6 +83,7 @@ class TrainState:
     best_step: int | None
     target_fingerprint: str
     data_fingerprint: str
+    owes_measurement: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def write(folder: Path, content: Content, moved: Callable[[int], None] = lambda 
     place = place_of(folder, content.state.step)
     partial = folder / f".{place.name}.partial-{os.getpid()}"
     if not folder.is_dir():
-        folder.mkdir(parents=True)
+        folder.mkdir()  # without parents: where the run folder has gone, nothing may pretend to be it
         sync(folder.parent)
     _clean_up(folder)
     partial.mkdir()
@@ -173,6 +176,9 @@ def point(folder: Path, name: str, place: Path) -> None:
     temporary = folder / f".{name}.link"
     _remove(temporary)
     try:
+        if (folder / name).is_dir() and not (folder / name).is_symlink():  # a copy that has followed the link
+            os.rename(folder / name, folder / f".{name}.copied")
+            _remove(folder / f".{name}.copied")
         os.symlink(place.name, temporary)
         os.replace(temporary, folder / name)
     except OSError:
@@ -192,7 +198,8 @@ def retain(folder: Path, written: Path, keep_last: int, keep_every: int | None) 
     try:
         steps = [(step, place) for step, place in _steps(folder) if not place.is_symlink()]
         kept = {written.name, *_pointed(folder)}
-        complete = sorted(step for step, place in steps if place == written or _is_whole(place))
+        last = next((step for step, place in steps if place == written), math.inf)  # later ones are of a lost timeline
+        complete = sorted(step for step, place in steps if step <= last and (place == written or _is_whole(place)))
         oldest = min(complete[-keep_last:], default=0)
         for step, place in steps:
             is_milestone = keep_every is not None and step % keep_every == 0 and step in complete

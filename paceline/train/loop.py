@@ -18,14 +18,14 @@ from paceline.dflash.acceptance import Acceptance
 from paceline.errors import CheckpointError, DataError, PacelineError, PipelineError
 from paceline.models.draft import DFlashDrafter
 from paceline.pipeline.coordinator import Coordinator, Ledger
-from paceline.pipeline.local import FeatureStream, MakeFeatures, open_stream
+from paceline.pipeline.local import FeatureStream, MakeFeatures, Maker, open_stream
 from paceline.plan.resolve import ResolvedRun
 from paceline.profiling import stages, verdict
 from paceline.profiling.verdict import Verdict, Window
-from paceline.records import FeatureBatch, StepResult, StepSums
+from paceline.records import StepResult, StepSums
 from paceline.train import checkpoint
 from paceline.train.checkpoint import TrainState
-from paceline.train.metrics import MetricsLog
+from paceline.train.metrics import MetricsLog, lines_until
 from paceline.train.saver import Saver
 from paceline.train.step import PendingResult, TrainStep
 
@@ -134,6 +134,11 @@ def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState, allowed: Coll
             raise CheckpointError(
                 f"no checkpoint in {run.checkpoints} is complete; choose another run.dir to start afresh"
             )
+        if run.has_saved():  # a disk that is not mounted, or a link that leads nowhere
+            raise CheckpointError(
+                f"{run.path} has saved checkpoints, and {run.checkpoints} holds none; bring them back, or choose "
+                "another run.dir to start afresh"
+            )
         return fresh
     state = checkpoint.load_state(place)
     for name, key in (("target_fingerprint", "target.path"), ("data_fingerprint", "data.path")):
@@ -154,7 +159,10 @@ def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState, allowed: Coll
     if state.best_step is not None:  # the process may have died between saving it and pointing to it
         best = checkpoint.place_of(run.checkpoints, state.best_step)
         if best.is_dir():
-            checkpoint.point(run.checkpoints, "best", best)
+            try:
+                checkpoint.point(run.checkpoints, "best", best)
+            except OSError as error:
+                log.warning("%s stays as it is: %s", run.checkpoints / "best", error)
     return replace(
         fresh,
         step=state.step,
@@ -162,6 +170,7 @@ def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState, allowed: Coll
         skipped_batches=state.skipped_batches,
         best_acceptance_length=state.best_acceptance_length,
         best_step=state.best_step,
+        owes_measurement=state.owes_measurement,
     )
 
 
@@ -177,6 +186,7 @@ class TrainLoop:
         validate: None without held-out rows.
         should_stop: Asked after every micro-batch; the name of the reason ends the run gracefully.
         source_of: Where a data set row comes from, ``FILE:LINE``.
+        saves_first: Save before the first step, as something has changed that checkpoints tell of.
         track: Takes each line of ``metrics.jsonl``.
     """
 
@@ -194,6 +204,7 @@ class TrainLoop:
         progress: Progress,
         should_stop: Callable[[], str | None],
         source_of: Callable[[int], str] = str,
+        saves_first: bool = False,
         track: Callable[[dict[str, Any]], None] = lambda line: None,
     ) -> None:
         self.run_folder = run
@@ -207,6 +218,7 @@ class TrainLoop:
         self.steering = steering
         self.should_stop = should_stop
         self.source_of = source_of
+        self._saves_first = saves_first
         self.track = track
         self.step = state.step
         self.next_batch = state.next_batch
@@ -218,6 +230,8 @@ class TrainLoop:
         self._weights_are_whole = True
         self._bad: set[int] = set()
         self._bad_in_a_row = 0
+        self._tried_again = -1
+        self._owes_measurement = False
         self._coordinator = Coordinator(state.next_batch, resolved.end_batch)
         self._between: Callable[[], None] = lambda: None
         self._totals = StepSums()
@@ -245,12 +259,16 @@ class TrainLoop:
         """
         started = time.perf_counter()
         self._between = between
-        metrics = MetricsLog(self.run_folder.metrics_file, self.step)
+        lines = lines_until(self.run_folder.metrics_file, self.step)
+        owed = lines[-1] if self._start.owes_measurement and lines and lines[-1]["step"] == self.step else None
+        metrics = MetricsLog(self.run_folder.metrics_file, self.step if owed is None else self.step - 1)
         self._show_progress()
         stages.set_gauge("first_step", self.step)
         stages.set_gauge("started_ns", time.monotonic_ns())
         try:
             with stages.as_role("drafter-0"):
+                if owed is not None or self._saves_first:
+                    self._begin_again(owed, metrics)
                 ending = None
                 while ending is None:
                     ending = self._run_stream(metrics)
@@ -271,6 +289,22 @@ class TrainLoop:
             ledger=asdict(self.ledger()),
             verdict=self._judge().record(),
         )
+
+    def _begin_again(self, owed: dict[str, Any] | None, metrics: MetricsLog) -> None:
+        """Measure what a stop has cut short, and save what holds from now on.
+
+        Args:
+            owed: Line of the present step, if its measurement is due.
+        """
+        improved = False
+        with self._saving_after_failure(metrics):
+            if owed is not None:
+                try:
+                    improved = self.validate is not None and self._measure(self.validate, owed)
+                finally:
+                    metrics.write(owed)
+                    self.track(owed)
+            self._save(metrics, is_best=improved)
 
     def _run_stream(self, metrics: MetricsLog) -> str | None:
         """Train on batches in order; None where some have to be made again, as one of them is not finite."""
@@ -326,14 +360,14 @@ class TrainLoop:
             if sums.batches < self.resolved.batches_per_step and number + 1 < self.resolved.end_batch:
                 continue
             sums.put_wait_s, sums.get_wait_s, sums.ready_wait_s = stream.take_waits()
-            self._totals += sums
             if sums.num_rows == 0:  # no step number is used up
                 self._settle(0, metrics)  # else they could be taken back with the update before
                 self.next_batch = number + 1
                 self.skipped_batches += sums.batches
                 self._coordinator.skipped(numbers)
                 left_over += replace(sums, tokens=0, blocks=0)
-                log.warning("batches up to %d hold nothing to learn; no step is made of them", number)
+                if not self._bad.intersection(numbers):
+                    log.warning("batches up to %d hold nothing to learn; no step is made of them", number)
             else:
                 sums += left_over
                 left_over = StepSums()
@@ -352,26 +386,41 @@ class TrainLoop:
         Raises: PipelineError if none is to blame alone, or if there have been too many.
         """
         found: dict[int, tuple[str, tuple[int, ...]]] = {}
+        maker = Maker(self.make_features, self._coordinator, self.config.pipeline.max_retries)
         self.trainer.drop()
         for number in seen.numbers:
             if number in self._bad:
                 continue
             with stages.GET_WAIT, stages.as_role("target-0"):
-                stages.next_batch(number)
-                features = self._make_again(number)
+                features = maker.make("target-0", number)
             stages.next_batch(number)
             with self._failing_as_drafter(number):
                 what = self.trainer.not_finite(features)
             if what is not None:
                 found[number] = (what, features.tokens.rows)
-        last = seen.numbers[-1]
         if not found:
+            self._try_again(seen)
+            return
+        self._note_bad(found)
+        self._bad |= found.keys()
+        self._bad_in_a_row += sum(what != "features" for what, _ in found.values())
+        if len(self._bad) > self.config.run.max_bad_batches:
+            self._give_up(found)
+
+    def _try_again(self, seen: _NotFinite) -> None:
+        """Nothing is wrong with any batch alone: perhaps it was chance. Raises: PipelineError the second time."""
+        if self._tried_again == self.step:
+            last = seen.numbers[-1]
             raise PipelineError(
-                f"drafter-0: {seen} at step {self.step + 1}, batches up to {last}, though each batch alone is finite; "
-                "lower optim.lr in a new run.dir",
+                f"drafter-0: {seen} at step {self.step + 1}, batches up to {last}, twice, though each batch alone is "
+                "finite. `paceline resume` tries it again; if it comes back, lower optim.lr in a new run.dir",
                 role="drafter-0",
                 batch=last,
             )
+        self._tried_again = self.step
+        log.warning("step %d is made again: %s, and each of its batches alone is finite", self.step + 1, seen)
+
+    def _note_bad(self, found: dict[int, tuple[str, tuple[int, ...]]]) -> None:
         bad_log = LineLog(self.run_folder.path / BAD_BATCHES_FILE)
         for number, (what, rows) in found.items():
             sources = [self.source_of(row) for row in rows]
@@ -382,29 +431,23 @@ class TrainLoop:
                 number, what, ", ".join(sources[:3]) + (" ..." if len(sources) > 3 else ""),
             )  # fmt: skip
         bad_log.close()
-        self._bad |= found.keys()
-        self._bad_in_a_row += len(found)
-        if len(self._bad) > self.config.run.max_bad_batches:
-            self._weights_are_whole = self._bad_in_a_row < DIVERGED
-            number, (what, rows) = next(iter(found.items()))
-            whose = "the weights have diverged: lower optim.lr in a new run.dir"
-            if self._weights_are_whole:
-                whose = f"look at {BAD_BATCHES_FILE} and at the rows (`paceline inspect`), or lower optim.lr"
-            raise PipelineError(
-                f"drafter-0: the {what} of batch {number} is not finite; data set rows {list(rows)}. "
-                f"{len(self._bad)} such batches are more than run.max_bad_batches={self.config.run.max_bad_batches}: "
-                + whose,
-                role="drafter-0",
-                batch=number,
-            )
 
-    def _make_again(self, number: int) -> FeatureBatch:
-        try:
-            return self.make_features(number)
-        except Exception as error:
-            raise PipelineError(
-                f"target-0 failed on batch {number}: {type(error).__name__}: {error}", role="target-0", batch=number
-            ) from error
+    def _give_up(self, found: dict[int, tuple[str, tuple[int, ...]]]) -> None:
+        """Raises: PipelineError saying what is at fault; weights that have diverged are then not saved."""
+        self._weights_are_whole = self._bad_in_a_row < DIVERGED
+        number, (what, rows) = next(iter(found.items()))
+        whose = f"look at {BAD_BATCHES_FILE} and at the rows (`paceline inspect`), or lower optim.lr"
+        if what == "features":
+            whose = f"the target makes them, not the drafter: look at its weights, or the rows in {BAD_BATCHES_FILE}"
+        elif not self._weights_are_whole:
+            whose = "the weights have diverged: lower optim.lr in a new run.dir"
+        raise PipelineError(
+            f"drafter-0: the {what} of batch {number} is not finite; data set rows {list(rows)}. "
+            f"{len(self._bad)} such batches are more than run.max_bad_batches={self.config.run.max_bad_batches}: "
+            + whose,
+            role="drafter-0",
+            batch=number,
+        )
 
     @contextlib.contextmanager
     def _failing_as_drafter(self, number: int) -> Iterator[None]:
@@ -425,10 +468,11 @@ class TrainLoop:
             result = self.trainer.update(self.step)
         before = self.step, self.next_batch, self.skipped_batches
         self.step += 1
+        self._owes_measurement = False
         self.next_batch = numbers[-1] + 1
         self.skipped_batches += sum(number in self._bad for number in numbers)
         self._weights_are_whole = True
-        is_last = self.step >= self.resolved.total_steps
+        is_last = self.step >= self.resolved.total_steps or self.next_batch >= self.resolved.end_batch
         every = self.steering.config.checkpoint.every_steps
         launched = _Launched(
             result, sums, before, self.step, numbers, queue,
@@ -445,6 +489,7 @@ class TrainLoop:
             with self._failing_as_drafter(launched.numbers[-1]):
                 result = launched.result.read()
                 self._check(launched, result)
+                self._totals += launched.sums
                 self._coordinator.trained(number for number in launched.numbers if number not in self._bad)
                 self._coordinator.skipped(number for number in launched.numbers if number in self._bad)
                 with stages.LOG:
@@ -537,6 +582,7 @@ class TrainLoop:
         """Add the acceptance length on the held-out rows to the step's line; whether it is the best so far."""
         with stages.VALIDATE:
             acceptance = validate(self.trainer.drafter)
+        self._owes_measurement = acceptance is None
         if acceptance is None:
             return False
         line["validation_acceptance_length"] = acceptance.length
@@ -554,6 +600,7 @@ class TrainLoop:
             skipped_batches=self.skipped_batches,
             best_acceptance_length=self.best,
             best_step=self.best_step,
+            owes_measurement=self._owes_measurement,
         )
         self.steering.begin_save(self.step)
         self.saver.save(state, is_best=is_best, before=metrics.sync)
@@ -564,7 +611,9 @@ class TrainLoop:
         """Where a role fails the weights are those of the last complete step: worth keeping, unless that fails too."""
         try:
             yield
-        except PipelineError:
+        except _NotFinite:
+            raise
+        except Exception:
             with contextlib.suppress(PacelineError, _NotFinite):
                 self._settle(0, metrics)
             try:

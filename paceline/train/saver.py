@@ -132,6 +132,7 @@ class Saver:
         self._keep, self._on_saved, self._on_failed = keep, on_saved, on_failed
         self.saved_step: int | None = None
         self.problem: str | None = None
+        self._reason: str | None = None
         self.num_bytes = 0
         self._changed = threading.Condition()
         self._handed: _Handed | None = None  # until it is on the disk, or a newer one takes its place
@@ -192,8 +193,8 @@ class Saver:
                     )
                 if self._handed is None:
                     break
-            if self.problem is not None:
-                raise CheckpointError(self.problem)
+            if self._reason is not None:
+                raise CheckpointError(self._reason)
 
     def close(self) -> None:
         """End the thread, after a write that is under way; nothing is tried again. `flush` comes before."""
@@ -261,7 +262,7 @@ class Saver:
         except Exception as error:  # whatever it is, the run goes on without this checkpoint
             self._fail(handed, error)
             return False
-        self.saved_step, self.problem = step, None
+        self.saved_step, self.problem, self._reason = step, None, None
         if handed.failures:
             log.warning("the checkpoint of step %d is on the disk now", step)
         with stages.CHECKPOINT_WRITE:
@@ -280,7 +281,7 @@ class Saver:
         handed.due = time.monotonic() + pause_s
         reason = checkpoint.why_not_written(checkpoint.place_of(self._folder, step), error)
         again = "with the next checkpoint" if self._is_in_foreground else f"in {pause_s:g} s, or with the next one"
-        self.problem = f"{reason}; tried again {again}"
+        self.problem, self._reason = f"{reason}; tried again {again}", reason
         log.error("%s", self.problem)
         _safely(self._on_failed, step, reason)
 

@@ -83,7 +83,8 @@ def test_a_failing_role_ends_with_its_traceback_and_exit_code_1(toy: Toy, tmp_pa
     )
     assert result.returncode == 1
     assert "Traceback" in result.stderr and "toy failure 7" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("paceline: target-0 failed 3 times on batch 0")
+    said, where = result.stderr.splitlines()[-2:]
+    assert said.startswith("paceline: target-0 failed 3 times on batch 0") and where.startswith("target-0 ran on cpu")
 
 
 @pytest.mark.parametrize(

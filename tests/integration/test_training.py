@@ -21,7 +21,7 @@ from paceline.cli.train import allowed_keys, merge_with_saved, run_training
 from paceline.config import dump_config
 from paceline.control.run_folder import RunFolder
 from paceline.data.prepare import PrepareSettings, prepare
-from paceline.errors import CheckpointError, ConfigError, DataError, PipelineError
+from paceline.errors import CheckpointError, ConfigError, DataError, ModelError, PipelineError
 from paceline.models.target import Target
 from paceline.records import StepSums
 from paceline.train.checkpoint import load_drafter, point
@@ -246,6 +246,21 @@ def test_what_is_allowed_to_change_exists() -> None:
         allowed_keys(["data.paht"])
 
 
+def test_a_tap_that_is_not_the_targets_own_state_is_refused(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is trained, with the layer and both tolerances."""
+    original = Target.document_features
+
+    def shifted(self: Target, input_ids):
+        return original(self, input_ids).roll(1, dims=-1)
+
+    monkeypatch.setattr(Target, "document_features", shifted)
+    with pytest.raises(ModelError, match=r"the tap behind layer 1 is .* off the target's own hidden_states\[2\]"):
+        train(toy.config(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_trainer_is_kept_out(toy: Toy, tmp_path: Path) -> None:
     """A run folder that is being trained refuses a second process and names the first."""
     with RunFolder(tmp_path).lock(), pytest.raises(CheckpointError, match=str(os.getpid())):
@@ -336,6 +351,11 @@ def test_a_failing_validation_loses_no_step(toy: Toy, tmp_path: Path, monkeypatc
     train(toy.config(tmp_path, "run.max_steps=8"))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+
+
+def stop_at(step: int):
+    """For `train`: SIGINT after this step."""
+    return lambda now: os.kill(os.getpid(), signal.SIGINT) if now == step else None
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, what: str, *numbers: int) -> None:
@@ -457,6 +477,94 @@ def test_nothing_to_learn_at_all_is_an_error(toy: Toy, tmp_path: Path, monkeypat
     monkeypatch.setattr(TrainStep, "accumulate", lambda *_: StepSums(batches=1))
     with pytest.raises(DataError, match="nothing was to be learnt from any"):
         train(toy.config(tmp_path))
+
+
+def test_features_that_are_not_finite_are_the_targets_fault(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are: the drafter's last good step is saved, and nobody is told to lower its rate."""
+    poison(monkeypatch, "features", *range(8, 40))
+    with pytest.raises(PipelineError, match="the target makes them, not the drafter"):
+        train(toy.config(tmp_path, "checkpoint.every_steps=100"))
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000004"
+
+
+def test_what_was_not_finite_by_chance_is_made_again(
+    toy: Toy, straight: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN that does not come back costs nothing but time; a target that fails meanwhile is asked again."""
+    original, calls = Target.features, list[int]()
+
+    def once(self: Target, tokens, cache=None):
+        calls.append(tokens.number)
+        if tokens.number == 9 and calls.count(9) == 2:
+            raise RuntimeError("a hiccup while it is made again")
+        features = original(self, tokens, cache)
+        if tokens.number == 8 and calls.count(8) == 1:
+            features.context_feature[0, 0] = float("nan")
+        return features
+
+    monkeypatch.setattr(Target, "features", once)
+    report, lines = train(toy.config(tmp_path, f"run.max_steps={STEPS}", "topology.targets=1"))
+    assert same_training(lines) == same_training(straight[1]) and report.skipped_batches == 0
+    assert report.tokens == sum(line["tokens"] for line in lines)
+    assert_same_bits(straight[0], tmp_path)
+
+
+def test_checkpoints_that_are_gone_are_no_fresh_start(toy: Toy, tmp_path: Path) -> None:
+    """As where a disk is not mounted: the run is refused, and its lines stay."""
+    train(toy.config(tmp_path / "run", "run.max_steps=6"))
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="has saved checkpoints, and .* holds none; bring them back"):
+        train(toy.config(tmp_path / "run", "run.max_steps=6"))
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_copy_that_has_followed_links_goes_on(toy: Toy, straight: tuple, tmp_path: Path) -> None:
+    """`latest` and `best` are folders in it; they become links again."""
+    train(toy.config(tmp_path / "run", f"run.max_steps={STEPS}"), stop_at(6))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False, ignore=shutil.ignore_patterns("profile"))
+    train(toy.config(tmp_path / "copy", f"run.max_steps={STEPS}"))
+    assert all((tmp_path / "copy" / "checkpoints" / name).is_symlink() for name in ("latest", "best"))
+    assert_same_bits(straight[0], tmp_path / "copy")
+
+
+def test_a_measurement_that_was_cut_short_is_made_up_for(
+    toy: Toy, straight: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run measures first: lines and the best drafter are those of a run that nobody stopped."""
+    from paceline.eval.validation import Validation
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "measure", lambda self, drafter, should_stop: None)
+        train(toy.config(tmp_path, f"run.max_steps={STEPS}"), stop_at(6))
+    train(toy.config(tmp_path, f"run.max_steps={STEPS}"))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert same_training(lines) == same_training(straight[1])
+    assert_same_bits(straight[0], tmp_path)
+    best = [(place / "checkpoints" / "best").resolve().name for place in (straight[0], tmp_path)]
+    assert best[0] == best[1]
+
+
+def test_a_split_run_whose_target_hangs_is_ended(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter's looks at the queue are no movement; stage and thread are named, and stacks are there."""
+    from paceline.control import watchdog
+
+    hangs, original = threading.Event(), Target.features
+
+    def hang(self: Target, tokens, cache=None):
+        if tokens.number == 6:
+            hangs.wait(60)
+        return original(self, tokens, cache)
+
+    monkeypatch.setattr(Target, "features", hang)
+    monkeypatch.setattr(watchdog, "end_process", lambda text: hangs.set())
+    train(toy.config(tmp_path, "run.stall_s=0.5", "topology.targets=1", "run.max_steps=6"))
+    assert hangs.is_set()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (stalled,) = [event for event in events if event["event"] == "stalled"]
+    assert "target-0" in stalled["reason"] and "get_wait" in stalled["reason"]
+    assert "hang" in next((tmp_path / "profile").glob("stall-*.txt")).read_text()
 
 
 def test_a_stop_is_obeyed_while_measuring_and_while_waiting(

@@ -15,6 +15,7 @@ import transformers
 
 from paceline.eval.decode import CachedTarget, speculative_decode
 from paceline.export.zlab import export_zlab, load_zlab
+from paceline.models.target import Target
 from tests import tiny
 from tests.unit.eval import learnt
 
@@ -40,16 +41,17 @@ def zlab(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("family", "fields"),
     [
-        {},
-        {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9},
-        {"layer_types": ("sliding_attention",) * 2, "sliding_window": 4, "is_causal": True},
+        ("llama", {}),
+        ("llama", {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}),
+        ("llama", {"layer_types": ("sliding_attention",) * 2, "sliding_window": 4, "is_causal": True}),
+        ("gemma2", {}),  # scales its embedding and caps its logits, which the folder has to say
     ],
-    ids=["full", "sliding", "sliding_causal"],
+    ids=["full", "sliding", "sliding_causal", "gemma2"],
 )
 def test_the_public_decoder_accepts_the_same_drafts(
-    fields: dict[str, object], zlab: ModuleType, tmp_path: Path
+    family: str, fields: dict[str, object], zlab: ModuleType, tmp_path: Path
 ) -> None:
     """Answers and tokens per round of the public decoder on the exported folder are those of our loop.
 
@@ -57,9 +59,10 @@ def test_the_public_decoder_accepts_the_same_drafts(
     whose slots see fewer others.
     """
     torch.set_num_threads(1)
-    folder, limit = tiny.save(tiny.causal_lm("llama"), tmp_path / "target"), 60
+    folder, limit = tiny.save(tiny.causal_lm(family), tmp_path / "target"), 60
     trained = learnt.train(learnt.new_drafter(folder, **fields), folder)
-    exported = export_zlab(trained, tmp_path / "draft", torch.float32)
+    start = Target.load(folder, layer_ids=(0,))
+    exported = export_zlab(trained, tmp_path / "draft", torch.float32, target=start)
 
     public_drafter = zlab.DFlashDraftModel.from_pretrained(exported, dtype=torch.float32).eval()
     public_target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -484,6 +484,7 @@ def test_a_run_without_a_process_is_refused(tmp_path: Path, events: list[tuple[s
 def test_a_process_that_has_no_page_yet_is_named(tmp_path: Path) -> None:
     """While models load there is a lock and nothing else; a lock that nobody holds any more is no process."""
     path = tmp_path / "run"
+    path.mkdir()
     with run_state.RunFolder(path).lock():
         code, shown = command("profile", "on", path)
         assert code == 1 and f"process {os.getpid()} holds {path} but has no profile page" in shown

@@ -129,3 +129,23 @@ def test_a_configuration_comes_back_as_it_was(tmp_path: Path) -> None:
     folder, wanted = RunFolder(tmp_path), config("target.path=org/model@v1", "data.path=/data/a@b:c")
     folder.write_config(wanted)
     assert folder.read_config() == wanted
+
+
+def test_a_folder_in_which_no_run_came_about_goes(tmp_path: Path) -> None:
+    """A bad setting leaves nothing behind; what was there before stays."""
+    with RunFolder(tmp_path / "new").lock():
+        pass
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    with RunFolder(tmp_path / "old").lock():
+        pass
+    assert (tmp_path / "old" / "run.lock").exists()
+
+
+def test_saves_are_remembered(tmp_path: Path) -> None:
+    """By the events, so that checkpoints that are gone are missed."""
+    run = RunFolder(tmp_path)
+    run.event("started", step=0)
+    assert not run.has_saved()
+    run.event("checkpoint", step=5)
+    assert run.has_saved()

@@ -109,3 +109,24 @@ def test_a_target_is_timed_and_left_usable(tmp_path: Path) -> None:
     assert calibrate.time_drafting(target, tiny.drafter(), 4) > 0
     calibrate.decoding_work(target)()
     assert target.prefill([5, 6, 7]) == first
+
+
+@pytest.mark.parametrize(
+    ("trained", "smallest", "sizes"),
+    [
+        (2, 2, [2]),
+        (4, 2, [2, 3, 4]),
+        (4, 1, [1, 2, 3, 4]),
+        (8, 2, [2, 3, 4, 5, 7, 8]),
+        (16, 2, [2, 3, 4, 5, 7, 9, 12, 16]),
+    ],
+)
+def test_swept_blocks_are_few_and_end_with_the_trained_one(trained: int, smallest: int, sizes: list[int]) -> None:
+    """Small sizes one by one, larger ones in steps of a third."""
+    assert calibrate.swept_blocks(trained, smallest) == sizes
+
+
+def test_the_shortest_of_equals_is_served() -> None:
+    """A block that is 2 % slower than a longer one is taken before it, one that is 4 % slower is not."""
+    assert calibrate.fewest_nearly_best({8: 100.0, 4: 98.0, 2: 90.0}) == 4
+    assert calibrate.fewest_nearly_best({2: 96.0, 8: 100.0}) == 8

@@ -23,6 +23,7 @@ from paceline.eval.evaluate import (
     encode_prompts,
     ends_in_loop,
     evaluate,
+    evaluate_blocks,
     first_difference,
     packed_copy,
     read_prompts,
@@ -182,6 +183,10 @@ def test_the_record_adds_first_and_divides_last() -> None:
     assert (record["prompts"], record["generated_tokens"], record["ended_by_stop"]) == (3, 14, 1)
     assert {"paceline", "torch", "transformers", "python"} == set(record["versions"])
     assert not [key for key in record if "ngram" in key]
+    assert record["acceptance_length_interval"] is None  # of two prompts with rounds nothing is known
+    assert record["first_token_s"] == {"median": 1.0, "longest": 1.0}
+    assert record["baseline_first_token_s"] == {"median": 2.0, "longest": 4.0}
+    assert record["accepted_counts"] == [0, 0, 0] and record["by_context"] == []  # of no single round is anything kept
 
 
 def test_copied_drafts_have_their_own_rates_and_count_for_losslessness() -> None:
@@ -287,6 +292,45 @@ def test_evaluate_takes_turns_and_compares(
         assert record["ngram_acceptance_length"] >= 1
     else:
         assert not [key for key in record if "ngram" in key]
+
+
+def test_block_sizes_are_measured_in_turns(
+    cached_target: Callable[[str], CachedTarget],
+    trained_drafter: Callable[..., DFlashDrafter],
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every size takes its turn on every prompt, beside one plain and one n-gram answer that all are compared with."""
+    called: list[object] = []
+    for name in ("plain_decode", "ngram_decode", "speculative_decode"):
+        original = getattr(module, name)
+        place = {"p": None, "n": 1, "s": 5}[name[0]]
+
+        def watched(*args: Any, name: str = name, original: Any = original, place: int | None = place) -> Decoded:
+            called.append(name[0] if place is None else (name[0], args[place]))
+            return original(*args)
+
+        monkeypatch.setattr(module, name, watched)
+    shown: list[int] = []
+    found = evaluate_blocks(
+        cached_target("llama"), trained_drafter(), prompts, [5, 2, 5], max_new_tokens=20, stop_ids=(),
+        on_prompt=lambda result, so_far: shown.append(so_far.block_size),
+    )  # fmt: skip
+    turn = ["p", ("n", 4), ("s", 2), ("s", 5)]
+    assert called == [*turn, *turn, *turn[1:], *turn[:1], *turn[2:], *turn[:2], *turn[3:], *turn[:3]]
+    assert shown == [5] * 4 and list(found) == [2, 5]
+    assert all(evaluation.is_lossless for evaluation in found.values())
+    for small, large in zip(found[2].results, found[5].results, strict=True):
+        assert small.plain is large.plain and small.ngram is large.ngram
+    assert 1 < found[2].acceptance.length < found[5].acceptance.length < 5
+    record = json.loads(json.dumps(found[2].as_dict()))
+    low, high = record["acceptance_length_interval"]
+    assert low <= record["acceptance_length"] <= high and record["acceptance_length_error"] > 0
+    assert sum(record["accepted_counts"]) == record["rounds"] and len(record["accepted_counts"]) == 2
+    assert record["ngram_acceptance_length"] == found[5].ngram_acceptance.length
+    (bucket,) = record["by_context"]  # all within 128 tokens
+    assert (bucket["rounds"], bucket["acceptance_length"]) == (record["rounds"], record["acceptance_length"])
+    assert bucket["tok_per_s"] == pytest.approx(record["speculative_decode_tok_per_s"], rel=0.2)
 
 
 def test_a_drafter_is_packed_once(

@@ -258,7 +258,7 @@ def test_a_folder_as_target_is_written_whole(target: Target, target_folder: Path
     name = f"{target_folder.parent}/../{target_folder.parent.name}/{target_folder.name}"
     folder = export_speculators(drafter_of(), target, name, tmp_path / "out")
     assert config_of(folder)["speculators_config"]["verifier"]["name_or_path"] == str(target_folder)
-    line = serving_commands(folder, load_speculators(folder), NAME)[1]
+    line = serving_commands(folder, load_speculators(folder), NAME)[2]
     assert line.startswith(f"vLLM: vllm serve {NAME} --speculative-config '{{")
     assert json.loads(line.split("'")[1]) == {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
 
@@ -452,3 +452,34 @@ def test_layouts_replace_and_know_each_other(exported: Path, target: Target) -> 
     (exported / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ModelError, match="other files"):
         export_speculators(drafter_of(), target, NAME, exported)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda c: c.update(mask_token_id=272), "mask_token_id=272 is not in 0..271"),
+        (lambda c: c.update(mask_token_id="<|mask|>"), "mask_token_id='<|mask|>'"),
+        (lambda c: c.update(block_size=1, speculators_config={"algorithm": "dflash"}), "block_size=1; 2 or more"),
+        (lambda c: c.update(draft_vocab_size="8"), "draft_vocab_size='8'"),
+        (lambda c: c.update(aux_hidden_state_layer_ids=[0, 2]), "aux_hidden_state_layer_ids, which count one higher"),
+        (lambda c: c.update(aux_hidden_state_layer_ids=["2"]), "a list of layers"),
+        (lambda c: c["transformer_layer_config"].update(layer_types=["full_attention"] * 3), "3 entries"),
+        (lambda c: c["transformer_layer_config"].update(layer_types=["full_attention", "odd"]), "odd"),
+        (lambda c: c["transformer_layer_config"].update(num_key_value_heads=3), "multiple of num_key_value_heads=3"),
+        (lambda c: c["transformer_layer_config"].update(hidden_size=None), "no hidden_size"),
+    ],
+)
+def test_contradictions_are_named(change: Callable[[dict[str, Any]], object], named: str, exported: Path) -> None:
+    """What cannot be, or is of another type, is an error that names key and value (cases P02 and T06)."""
+    edit(exported, change)
+    with pytest.raises(ModelError) as error:
+        load_speculators(exported)
+    assert named in str(error.value)
+
+
+def test_texts_are_part_of_the_folder(target: Target, tmp_path: Path) -> None:
+    """The card is written with the folder and goes when it is replaced."""
+    folder = export_speculators(drafter_of(), target, NAME, tmp_path / "out", texts={"README.md": "a card\n"})
+    assert (folder / "README.md").read_text(encoding="utf-8") == "a card\n"
+    export_speculators(drafter_of(), target, NAME, folder)
+    assert not (folder / "README.md").exists()

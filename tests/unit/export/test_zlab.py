@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ import transformers
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from paceline.errors import ModelError
-from paceline.export.zlab import export_zlab, is_zlab, load_zlab
+from paceline.export.folder import FINGERPRINT_FILE
+from paceline.export.zlab import OF_TARGET, export_zlab, is_zlab, load_zlab
 from paceline.kernels.attention import BlockLayout
 from paceline.models.draft import DFlashDrafter, DraftShape
 from paceline.models.loading import read_shape
+from tests import tiny
 
 ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
 SHAPE = DraftShape(  # case X01
@@ -312,3 +315,100 @@ def test_is_zlab_tells_an_export_from_a_target(exported: Path, tmp_path: Path) -
     assert is_zlab(exported)
     assert not is_zlab(tmp_path)
     assert not is_zlab(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda c: c.update(attention_sink_bias=True), "attention_sink_bias"),
+        (lambda c: c.update(hidden_size="32"), "hidden_size='32'; a whole number"),
+        (lambda c: c.update(num_hidden_layers=0), "num_hidden_layers=0"),
+        (lambda c: c.update(rms_norm_eps=True), "rms_norm_eps=True"),
+        (lambda c: c.update(layer_types=["full_attention"]), "1 entries for num_hidden_layers=2"),
+        (lambda c: c.update(layer_types=["full_attention", "chunked_attention"]), "chunked_attention"),
+        (lambda c: c.update(num_attention_heads=3), "num_attention_heads=3 has to be a multiple"),
+        (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[0, 3]), "eagle_aux_hidden_state_layer_ids=.0, 3."),
+        (lambda c: c.update(draft_vocab_size=100), "draft_vocab_size=100"),
+        (lambda c: c.update(is_neox_style=False), "is_neox_style=False"),
+        (lambda c: c["dflash_config"].update(causal=True), "is_causal=False and dflash_config.causal=True"),
+        (lambda c: c["dflash_config"].update(sample_from_anchor=True), "sample_from_anchor=True"),
+        (lambda c: c["dflash_config"].update(use_swa=True), "use_swa=True"),
+        (lambda c: c["dflash_config"].update(mask_token_id=272), "mask_token_id=272 is not in 0..271"),
+        (lambda c: c["dflash_config"].update(mask_token_id=-1), "mask_token_id=-1 is not in"),
+        (lambda c: c["dflash_config"].update(mask_token_id="<|mask|>"), "mask_token_id='<|mask|>'"),
+        (lambda c: c["dflash_config"].update(target_layer_ids=[2, 2]), r"target_layer_ids.*\[2, 2\]"),
+        (lambda c: c["dflash_config"].update(target_layer_ids=[-1, 2]), r"target_layer_ids.*\[-1, 2\]"),
+        (lambda c: c["dflash_config"].update(target_layer_ids=[0, 6]), r"target_layer_ids.*\[0, 6\]"),
+        (lambda c: c["dflash_config"].update(target_layer_ids=[3, 1]), "ascending order"),
+        (lambda c: c["dflash_config"].update(target_layer_ids=[0, 5]), "layer 5 is the last one"),
+        (lambda c: c["dflash_config"].update(target_layer_ids=3), "target_layer_ids=3; a list"),
+    ],
+)
+def test_contradictions_are_named(change: Callable[[dict[str, Any]], object], named: str, exported: Path) -> None:
+    """Keys that say two things, or what cannot be, are errors that name key and value (cases P02 and T06)."""
+    edit(exported, change)
+    with pytest.raises(ModelError, match=re.escape(named) if "'" in named else named):
+        load_zlab(exported)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"target_layer_ids": (3, 0)}, {"target_layer_ids": (0, 5)}, {"mask_token_id": 272}, {"block_size": 1}]
+)
+def test_what_readers_refuse_is_never_written(changes: dict[str, Any], tmp_path: Path) -> None:
+    """A drafter that no engine could use is refused before anything is on the disk."""
+    with pytest.raises(ModelError, match=next(iter(changes))):
+        export_zlab(drafter_of(replace(SHAPE, **changes)), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_keys_of_published_folders_are_known(exported: Path) -> None:
+    """What Transformers writes beside the drafter's own keys is no other kind of drafter."""
+    more = transformers.AutoConfig.from_pretrained(exported).to_dict() | {
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "max_window_layers": 2, "use_cache": True,
+        "attention_dropout": 0.0, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 4], "transformers_version": "4.57.1", "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    edit(exported, lambda config: config.update(more))
+    edit(exported, lambda config: config["dflash_config"].update(causal=False, sample_from_anchor=False))
+    assert load_zlab(exported).shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "written"),
+    [
+        ("llama", {}, {}),
+        ("gemma2", {}, {"input_embedding_scale": 5.656854, "final_logit_softcapping": 30.0}),
+        ("gemma3", {}, {"input_embedding_scale": 5.656854}),
+    ],
+)
+def test_factors_of_the_target_are_written(
+    family: str, changes: dict[str, Any], written: dict[str, float], tmp_path: Path
+) -> None:
+    """Where the target scales its embedding or caps its logits, z-lab's decoder is told; other targets add no key."""
+    target = tiny.target(family, tmp_path / "target", layer_ids=(0,))
+    drafter = tiny.drafter()
+    config = config_of(export_zlab(drafter, tmp_path / "out", torch.float32, target=target))
+    found = {key: config["dflash_config"].pop(key) for key in OF_TARGET if key in config["dflash_config"]}
+    assert found == pytest.approx(written)
+    assert config == config_of(export_zlab(drafter, tmp_path / "plain", torch.float32))
+    ids = torch.tensor([3, 267])
+    scaled = torch.nn.functional.embedding(ids, target.embed.weight) * found.get("input_embedding_scale", 1.0)
+    assert torch.equal(scaled, target.embed(ids))  # as z-lab's decoder embeds a block
+    assert load_zlab(tmp_path / "out").shape == drafter.shape
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    """A drafter is not written with the factors of a target that it was not trained for."""
+    target = tiny.target("llama", tmp_path / "target", layer_ids=(0,))
+    with pytest.raises(ModelError, match="num_target_layers 6 against 5"):
+        export_zlab(drafter_of(), tmp_path / "out", target=target)
+
+
+def test_texts_are_part_of_the_folder(exported: Path) -> None:
+    """The card is written with the folder, and an earlier export that has one, and a fingerprint, is replaced."""
+    export_zlab(drafter_of(), exported, texts={"README.md": "a card\n"})
+    assert (exported / "README.md").read_text(encoding="utf-8") == "a card\n"
+    (exported / FINGERPRINT_FILE).write_text("{}", encoding="utf-8")
+    export_zlab(drafter_of(), exported)
+    assert {file.name for file in exported.iterdir()} == {"config.json", "model.safetensors"}

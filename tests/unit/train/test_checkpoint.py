@@ -463,14 +463,34 @@ def test_a_failed_save_leaves_the_old_ones(tmp_path: Path, number: int, monkeypa
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000020"
 
 
-def test_an_operation_in_the_folders_own_way_is_told(tmp_path: Path) -> None:
-    """A copied run may have folders where links should be: the message says which."""
+def test_a_folder_in_the_place_of_a_link_makes_way(tmp_path: Path) -> None:
+    """A copied run may have folders where links should be."""
     save(tmp_path, 1)
     (tmp_path / "latest").unlink()
-    (tmp_path / "latest").mkdir()
-    with pytest.raises(CheckpointError, match=r"Is a directory \(.*/latest\); something that is no link"):
-        save(tmp_path, 2)
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "latest")
+    save(tmp_path, 2)
+    assert (tmp_path / "latest").resolve() == tmp_path / "step-00000002"
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_checkpoints_of_a_lost_timeline_do_not_count(tmp_path: Path) -> None:
+    """A run that went back keeps its last ones, and not damaged ones of later steps that only look whole."""
+    for step in (1, 2, 8, 9):
+        save(tmp_path, step, keep_last=9)
+    for step in (8, 9):
+        weights = tmp_path / f"step-{step:08d}" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    for step in (3, 4):
+        save(tmp_path, step, keep_last=2)
+    assert {"step-00000003", "step-00000004"} <= {path.name for path in tmp_path.glob("step-*")}
+    assert not (tmp_path / "step-00000002").exists()
+
+
+def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    """Moved while the run goes on, say: the save fails, and nothing pretends to be the run."""
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(tmp_path / "gone" / "checkpoints", 1)
+    assert not (tmp_path / "gone").exists()
 
 
 def test_a_save_over_a_damaged_checkpoint_replaces_it(tmp_path: Path) -> None:

@@ -1,0 +1,433 @@
+"""Decoding of many prompts at a time, with drafted blocks and without: what a drafter is worth where requests compete.
+
+Every row of the batch goes on at its own pace. All rows end in the same column of the cache; a round appends the same
+number of columns to each, and afterwards every row's kept columns are moved to the end again, so that the columns of a
+sequence stay next to each other and a layer with a sliding window sees what it should. A finished row makes room for
+the next prompt. The drafter runs once for all rows: their contexts, one after the other, are a packed row of documents
+as in training, with one block each.
+
+Rows of a recurrent layer cannot go back by unequal numbers of tokens here; such targets are refused.
+Shape letters: B rows, K columns of a round, W columns of the cache, L taps, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from paceline.dflash.acceptance import Acceptance
+from paceline.dflash.anchors import make_anchors
+from paceline.errors import ModelError
+from paceline.eval.decode import CachedTarget, Decoded, check_fit, leading_hits, until_stop
+from paceline.eval.evaluate import Difference, compare
+from paceline.eval.sampling import Draws, Sampling
+from paceline.kernels.attention import BlockLayout
+from paceline.kernels.linear_cross_entropy import Head
+from paceline.kernels.packed_linear import pack_head, pack_layers
+from paceline.models.draft import ContextKV, DFlashDrafter
+from paceline.models.loading import TargetShape, load_causal_lm, read_shape
+
+
+class BatchTarget:
+    """A whole target with a key/value cache for several sequences and its tapped layers.
+
+    Attributes:
+        shape, layer_ids, embed, head: As in `CachedTarget`.
+    """
+
+    def __init__(self, model: Any, shape: TargetShape, layer_ids: Sequence[int]) -> None:
+        """Tap a loaded Transformers causal LM. Raises: ModelError if rows of its past cannot go back on their own."""
+        self.shape = shape
+        self.layer_ids = tuple(layer_ids)
+        self.embed: nn.Module = model.get_decoder().embed_tokens
+        model.requires_grad_(False)
+        self.head = pack_head(Head(model.get_output_embeddings().weight.detach(), shape.softcap, shape.logit_scale))
+        pack_layers(model, self.head)
+        self._model = model
+        # `past_key_values` became `cache` in Transformers 5.24
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._taps: list[Tensor] = [torch.empty(0)] * len(layer_ids)
+        layers = model.get_decoder().layers
+        for place, i in enumerate(layer_ids):
+            layers[i].register_forward_hook(self._capture(place))
+        self._cache = self._new_cache()
+        self._lengths: list[int] = []
+        self._num_columns = 0
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        layer_ids: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> BatchTarget:
+        """Load the text part of a model folder or hub id. Raises: ModelError."""
+        shape = read_shape(path, None, trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = load_causal_lm(path, config.get_text_config(), dtype, device, None, trust_remote_code)
+        return cls(model, shape, layer_ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.head.weight.device
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+        """Run prompts, as rows behind the others: logits ``[n, V]`` after them, and features ``[S, L*D]`` of each."""
+        lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
+        cache, padded = self._new_cache(), [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        logits = self._forward(padded, lengths, width, cache, logits_to_keep=1)[:, -1]
+        features = [self._features(row, width - length, width) for row, length in enumerate(lengths)]
+        joins, self._lengths = bool(self._lengths), [*self._lengths, *lengths]
+        if not joins:
+            self._cache = cache
+            return logits, features
+        columns = max(self._lengths)
+        for mine, new in zip(self._cache.layers, cache.layers, strict=True):
+            if new.get_seq_length():  # layers that share another's keys hold none
+                mine.keys = torch.cat([_end_aligned(layer.keys, columns) for layer in (mine, new)])
+                mine.values = torch.cat([_end_aligned(layer.values, columns) for layer in (mine, new)])
+        return logits, features
+
+    def append(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Run as many tokens behind every row; logits ``[B, K, V]``. `keep` says afterwards how many of them stay."""
+        self._num_columns = len(tokens[0])
+        lengths = [length + self._num_columns for length in self._lengths]
+        return self._forward(tokens, lengths, max(lengths), self._cache)
+
+    def keep(self, counts: Sequence[int]) -> list[Tensor]:
+        """Take back all but the first of the tokens last appended, a number for each row; features of those that stay.
+
+        Returns: ``[count, L*D]`` of each row.
+        """
+        features = [self._features(row, 0, count) for row, count in enumerate(counts)]
+        before, self._lengths = max(self._lengths), [n + c for n, c in zip(self._lengths, counts, strict=True)]
+        columns = max(self._lengths)
+        if set(counts) != {self._num_columns}:
+            ends = torch.tensor([before + count for count in counts], device=self.device)  # of each row's columns
+            source = (torch.arange(columns, device=self.device) - columns + ends[:, None]).clamp(min=0)  # [B, W]
+            for layer in self._cache.layers:
+                if layer.get_seq_length():
+                    layer.keys, layer.values = _gathered(layer.keys, source), _gathered(layer.values, source)
+        return features
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Take rows out of the batch."""
+        kept = [row for row in range(len(self._lengths)) if row not in rows]
+        self._lengths = [self._lengths[row] for row in kept]
+        if not kept:
+            self._cache = self._new_cache()
+            return
+        index, columns = torch.tensor(kept, device=self.device), max(self._lengths)
+        for layer in self._cache.layers:
+            if layer.get_seq_length():
+                layer.keys = _end_aligned(layer.keys.index_select(0, index), columns)
+                layer.values = _end_aligned(layer.values.index_select(0, index), columns)
+
+    def _forward(
+        self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any, **options: Any
+    ) -> Tensor:
+        """Logits of the last columns; `lengths` and `width` count them in."""
+        device = self.device
+        ends = torch.tensor(lengths, device=device)[:, None]
+        mask = (torch.arange(width, device=device) >= width - ends).long()  # [B, W]
+        positions = torch.arange(-len(tokens[0]), 0, device=device) + ends
+        last = self.shape.max_position_embeddings - 1  # columns that only fill up a round may lie past it
+        options |= {self._cache_name: cache, "position_ids": positions.clamp(0, last), "attention_mask": mask}
+        ids = torch.tensor([list(row) for row in tokens], device=device)
+        return self._model(input_ids=ids, use_cache=True, **options).logits
+
+    def _features(self, row: int, start: int, end: int) -> Tensor:
+        return torch.cat([tap[row, start:end] for tap in self._taps], dim=-1) if self._taps else torch.empty(0)
+
+    def _new_cache(self) -> Any:
+        cache = transformers.DynamicCache(config=self._model.config)
+        for i, layer in enumerate(cache.layers):
+            if type(layer) is DynamicSlidingWindowLayer:  # it drops keys that a rollback needs again
+                cache.layers[i] = DynamicLayer()
+            elif type(layer) is not DynamicLayer:
+                raise ModelError(
+                    f"{self._model.config.model_type}: layer {i} keeps its past in a {type(layer).__name__}, of which "
+                    "rows cannot go back by unequal numbers of tokens; evaluate this target without --batch"
+                )
+        return cache
+
+    def _capture(self, place: int) -> Any:
+        taps = self._taps
+
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            taps[place] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+
+def _end_aligned(x: Tensor, columns: int) -> Tensor:
+    """The last columns of ``[B, N, W, H]``, zeros before them where there are fewer."""
+    missing = columns - x.shape[2]
+    return x[:, :, -missing:] if missing <= 0 else nn.functional.pad(x, (0, 0, missing, 0))
+
+
+def _gathered(x: Tensor, source: Tensor) -> Tensor:
+    """Columns `source` ``[B, W']`` of ``[B, N, W, H]``."""
+    index = source[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index)
+
+
+class BatchDrafter:
+    """A drafter with the keys and values of several contexts."""
+
+    def __init__(self, drafter: DFlashDrafter, target: BatchTarget, block_size: int) -> None:
+        """Raises: ModelError if the two do not fit together."""
+        check_fit(drafter, target.shape, target.layer_ids)
+        shape = drafter.shape
+        if not 2 - drafter.label_shift <= block_size <= shape.block_size:
+            raise ModelError(f"block_size={block_size}: the drafter was trained for blocks of {shape.block_size} slots")
+        self.num_predicted = block_size - 1 + drafter.label_shift
+        self._drafter, self._block_size = drafter, block_size
+        self._dtype, self._device = drafter.fc.weight.dtype, target.device
+        self._embed, self._head = target.embed, drafter.own_head(target.head).to(self._dtype)
+        self._rows: list[ContextKV] = []
+
+    def admit(self, num_rows: int) -> None:
+        """Add rows without a context."""
+        shape = self._drafter.shape
+        size = (0, shape.num_key_value_heads, shape.head_dim)
+        empty = torch.empty(size, dtype=self._dtype, device=self._device)
+        self._rows += [[(empty, empty)] * shape.num_hidden_layers for _ in range(num_rows)]
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Take rows out."""
+        self._rows = [context for row, context in enumerate(self._rows) if row not in rows]
+
+    def extend(self, features: Sequence[Tensor]) -> None:
+        """Append to every row's context, from features ``[n, L*D]`` of each."""
+        starts = [len(context[0][0]) for context in self._rows]
+        counts = [len(feature) for feature in features]
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        fused = self._drafter.context_kv(torch.cat(list(features)).to(self._dtype), positions.to(self._device))
+        parts = [(key.split(counts), value.split(counts)) for key, value in fused]
+        for row, context in enumerate(self._rows):
+            self._rows[row] = [
+                (torch.cat([key, keys[row]]), torch.cat([value, values[row]]))
+                for (key, value), (keys, values) in zip(context, parts, strict=True)
+            ]
+
+    def propose(self, anchors: Sequence[int]) -> list[list[int]]:
+        """Draft a block behind every row's context and anchor."""
+        lengths = torch.tensor([len(context[0][0]) for context in self._rows])
+        edges = torch.nn.functional.pad((lengths + 1).cumsum(0), (1, 0))  # a column for each anchor, that nobody sees
+        layout = BlockLayout.of_row(
+            make_anchors(edges[1:] - 1), tuple(edges.tolist()), self._block_size, int(edges[-1])
+        )
+        packed: ContextKV = []
+        for layer in range(self._drafter.shape.num_hidden_layers):
+            keys, values = ([_with_column(context[layer][i]) for context in self._rows] for i in (0, 1))
+            packed.append((torch.cat(keys), torch.cat(values)))
+        noise_ids = torch.full((len(anchors), self._block_size), self._drafter.shape.mask_token_id)
+        noise_ids[:, 0] = torch.tensor(anchors)
+        noise = self._embed(noise_ids.to(self._device)).to(self._dtype)
+        positions = (lengths[:, None] + torch.arange(self._block_size)).to(self._device)
+        hidden = self._drafter(noise, positions, packed, layout)
+        return [self._drafter.draft(hidden[row : row + 1], self._head, anchor) for row, anchor in enumerate(anchors)]
+
+
+def _with_column(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.zeros_like(x[:1])])
+
+
+@dataclass
+class _Row:
+    """A prompt under way.
+
+    Attributes:
+        features: Of the tokens that joined the context since the last draft.
+    """
+
+    number: int
+    answer: Decoded
+    features: Tensor
+    draws: Draws | None
+
+
+@dataclass
+class BatchRun:
+    """Answers in the order of their prompts, without times of their own, and how long all took together."""
+
+    answers: list[Decoded]
+    seconds: float
+
+    @property
+    def tok_per_s(self) -> float:
+        """Tokens of all answers over wall seconds, prompts included."""
+        return sum(len(answer.tokens) for answer in self.answers) / self.seconds if self.seconds else 0.0
+
+
+@torch.inference_mode()
+def decode_batch(
+    target: BatchTarget,
+    drafter: BatchDrafter | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    batch_size: int,
+    sampling: Sampling | None = None,
+) -> BatchRun:
+    """Decode prompts, up to `batch_size` at a time; every answer is the one that it has when decoded alone.
+
+    Args:
+        drafter: None decodes one token per row and round.
+        sampling: As in `evaluate`: every prompt has draws of its own.
+    """
+    started = time.perf_counter()
+    num_predicted = drafter.num_predicted if drafter else 0
+    answers = [Decoded([], Acceptance(num_predicted), num_prompt=len(prompt)) for prompt in prompts]
+    waiting, rows = deque(range(len(prompts))), list[_Row]()
+    while waiting or rows:
+        admitted = [waiting.popleft() for _ in range(min(len(waiting), batch_size - len(rows)))]
+        if admitted:
+            logits, features = target.admit([prompts[number] for number in admitted])
+            if drafter:
+                drafter.admit(len(admitted))
+            for number, row_logits, feature in zip(admitted, logits, features, strict=True):
+                draws = Draws(sampling.of_prompt(number)) if sampling else None
+                row = _Row(number, answers[number], feature, draws)
+                row.answer.tokens += _chosen(row, row_logits[None])
+                row.answer.stopped = row.answer.tokens[0] in stop_ids
+                rows.append(row)
+        else:
+            _round(target, drafter, rows, max_new_tokens, stop_ids)
+        done = [i for i, r in enumerate(rows) if r.answer.stopped or len(r.answer.tokens) >= max_new_tokens]
+        if done:
+            target.drop(done)
+            if drafter:
+                drafter.drop(done)
+            rows = [row for i, row in enumerate(rows) if i not in done]
+    return BatchRun(answers, time.perf_counter() - started)
+
+
+def _round(
+    target: BatchTarget,
+    drafter: BatchDrafter | None,
+    rows: Sequence[_Row],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+) -> None:
+    """One forward of the target for all rows; see `decode`, which does the same for one."""
+    anchors = [row.answer.tokens[-1] for row in rows]
+    left = [max_new_tokens - len(row.answer.tokens) for row in rows]
+    drafts: list[list[int]] = [[] for _ in rows]
+    if drafter:
+        drafter.extend([row.features for row in rows])
+        drafts = [drafted[:n] for drafted, n in zip(drafter.propose(anchors), left, strict=True)]
+    width = 1 + max(map(len, drafts))
+    blocks = [[anchor, *drafted] for anchor, drafted in zip(anchors, drafts, strict=True)]
+    logits = target.append([[*block, *[0] * (width - len(block))] for block in blocks])
+    counts = []
+    for row, block, drafted, n, row_logits in zip(rows, blocks, drafts, left, logits, strict=True):
+        following = _chosen(row, row_logits[: len(block)])
+        num_hits = leading_hits(drafted, following)
+        committed = until_stop([*drafted[:num_hits], following[num_hits]][:n], stop_ids)
+        counts.append(len(committed))
+        row.answer.tokens += committed
+        row.answer.stopped = committed[-1] in stop_ids
+        if row.draws:
+            row.draws.forget(len(row.answer.tokens))
+        if drafter:
+            num_accepted = min(num_hits, len(committed))
+            row.answer.num_accepted_tokens.append(num_accepted)
+            row.answer.acceptance.add_round(num_accepted, len(committed))
+    for row, feature in zip(rows, target.keep(counts), strict=True):
+        row.features = feature
+
+
+def _chosen(row: _Row, logits: Tensor) -> list[int]:
+    """The target's token after each of some tokens, from logits ``[n, V]``."""
+    if row.draws:
+        logits = row.draws.scores(logits, len(row.answer.tokens))
+    return logits.argmax(-1).tolist()
+
+
+@dataclass(frozen=True)
+class Concurrency:
+    """Plain and drafted decoding with so many prompts at a time; rates count prompts' time and all rows' tokens.
+
+    Attributes:
+        mismatches, ties: Answers, of both ways, that differ from the one decoded alone; ties are rounding.
+    """
+
+    batch_size: int
+    baseline_tok_per_s: float
+    tok_per_s: float
+    acceptance_length: float
+    mismatches: int
+    ties: int
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain values, and the speedup."""
+        return vars(self) | {"speedup": self.tok_per_s / self.baseline_tok_per_s if self.baseline_tok_per_s else 0.0}
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Powers of two, and the largest."""
+    return sorted({1 << i for i in range(largest.bit_length()) if 1 << i <= largest} | {largest})
+
+
+def measure_concurrency(
+    target: BatchTarget,
+    drafter: DFlashDrafter,
+    alone: CachedTarget,
+    prompts: Sequence[Sequence[int]],
+    wanted: Sequence[Decoded],
+    *,
+    block_size: int,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    sizes: Sequence[int],
+    sampling: Sampling | None = None,
+    on_size: Callable[[Concurrency], None] = lambda found: None,
+) -> list[Concurrency]:
+    """Decode all prompts at every number of rows, plainly and with drafts, and compare with the answers decoded alone.
+
+    Plain decoding takes the same code without a drafter. The two take turns at going first; the very first batch is
+    run once before and not counted.
+
+    Args:
+        alone: Asked how sure it is where answers differ.
+        wanted: Answers decoded alone.
+        on_size: Called after each number of rows.
+    """
+    found = []
+    side = BatchDrafter(drafter, target, block_size)
+    ways = [None, side]
+    for way in ways:
+        decode_batch(target, way, prompts[: sizes[-1]], min(8, max_new_tokens), stop_ids, sizes[-1], sampling)
+    for turn, size in enumerate(sizes):
+        runs: dict[bool, BatchRun] = {}
+        for way in ways if turn % 2 == 0 else reversed(ways):
+            runs[way is None] = decode_batch(target, way, prompts, max_new_tokens, stop_ids, size, sampling)
+        plain, drafted = runs[True], runs[False]
+        total = Acceptance(side.num_predicted)
+        differences: list[Difference] = []
+        for number, prompt in enumerate(prompts):
+            draws = sampling and sampling.of_prompt(number)
+            total += drafted.answers[number].acceptance
+            for answer in (plain.answers[number], drafted.answers[number]):
+                differences += compare(alone, prompt, wanted[number], answer, sampling=draws).differences
+        ties = sum(difference.is_tie for difference in differences)
+        rates = plain.tok_per_s, drafted.tok_per_s
+        found.append(Concurrency(size, *rates, total.length, len(differences) - ties, ties))
+        on_size(found[-1])
+    return found
