@@ -6,6 +6,9 @@
 ship with the package and the demo's target; then vLLM decodes held-out prompts without the drafter and with each of
 the two folders, in float32, and our own decoder the same with the drafter as it was trained. Tokens have to be equal,
 and so has the number of accepted tokens at every single verification. `make test-vllm` makes the interpreter.
+
+Stop tokens are ignored on both sides, so that all answers have one length: the acceptance also counts what a model says
+after its answer, which training never saw, and is lower than that of `paceline eval`.
 """
 
 from __future__ import annotations

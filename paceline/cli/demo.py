@@ -376,11 +376,15 @@ def _train(run: RunFolder, config: RunConfig, quiet: bool) -> TrainReport:
 
 def _export(out: Path, target: str, run: RunFolder, console: Console) -> None:
     from paceline.cli.evaluate import export_drafter
+    from paceline.cli.provenance import provenance_of
     from paceline.train.checkpoint import load_drafter
 
     drafter = load_drafter(run.path)
     layout = "zlab" if drafter.shape.draft_vocab_size is None else "speculators"
-    _, commands = export_drafter(drafter, out / "export", layout, "bfloat16", target)
+    known = provenance_of(run.path, target)
+    _, commands = export_drafter(
+        drafter, out / "export", layout, "bfloat16", target, provenance=known, run_target=False
+    )
     console.print("\n".join(commands), markup=False)
 
 
