@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tests.chaos.harness import World
     from tests.chaos.trials import Trial
 
-SHORT_TRIALS = 30
-"""Three of each fault."""
+SHORT_TRIALS = 20
+"""Two of each fault."""
 
 
 def main() -> None:
