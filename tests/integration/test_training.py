@@ -261,6 +261,11 @@ def test_a_tap_that_is_not_the_targets_own_state_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_taps_that_are_delivered_in_bfloat16_are_the_targets_own(toy: Toy, tmp_path: Path) -> None:
+    """As where the drafter computes in it: rounding is no difference."""
+    assert train(toy.config(tmp_path, "draft.dtype=bfloat16", "run.max_steps=1"))[0].step == 1
+
+
 def test_a_second_trainer_is_kept_out(toy: Toy, tmp_path: Path) -> None:
     """A run folder that is being trained refuses a second process and names the first."""
     with RunFolder(tmp_path).lock(), pytest.raises(CheckpointError, match=str(os.getpid())):
