@@ -325,7 +325,7 @@ def check_kill_during_save(
         assert (checkpoints / "latest" / name).read_bytes() == (straight[0] / "checkpoints/latest" / name).read_bytes()
 
 
-@pytest.mark.parametrize("number", [0, 2, 4])
+@pytest.mark.parametrize("number", [2])
 def test_a_kill_during_a_save_loses_no_checkpoint(
     toy: Toy, zygote: Zygote, straight: tuple, before_15: Path, tmp_path: Path, number: int
 ) -> None:

@@ -628,6 +628,7 @@ def test_a_run_gives_its_best_drafter_and_not_its_newest(straight: tuple, tmp_pa
     assert torch.equal(load_drafter(run_dir).fc.weight, load_file(steps[-1] / "model.safetensors")["fc.weight"])
 
 
+@pytest.mark.slow
 def test_a_reader_of_the_log_that_leaves_does_not_end_the_run(toy: Toy, tmp_path: Path) -> None:
     """Ctrl-C that also kills the `tee` behind stderr still saves, and exits 0."""
     program = (

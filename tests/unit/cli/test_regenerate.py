@@ -183,6 +183,7 @@ def test_the_next_command_keeps_the_thinking_mode(
     assert ("--thinking" in shown) == (thinking is not None)
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_for_good_ends_the_command(server: FakeServer, tmp_path: Path) -> None:
     """Exit code 1 and one line; no row is rejected, and the next call goes on."""
     server.reply = lambda body, times: Reply() if len(server.requests) <= 3 else Reply(500, "out of memory")
@@ -214,6 +215,7 @@ def test_nothing_answered_is_an_error(server: FakeServer, tmp_path: Path) -> Non
         run(questions(tmp_path / "in.jsonl", 2), "--server", server.url, *TOKENIZER, "--out", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_runs_go_on(server: FakeServer, tmp_path: Path) -> None:
     """kill -9 loses what was in flight; SIGTERM ends in a moment and says how to go on; nothing is lost or repeated."""
     server.reply = lambda body, times: Reply(delay_s=0.15)

@@ -71,6 +71,7 @@ def test_it_computes_what_the_drafter_does(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(hidden[:, 1:], ours(drafter), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_folder_with_one_call(tmp_path: Path) -> None:
     """Another process without this package gets the drafter from `AutoModel`, offline, and the same hidden states."""
     drafter = tiny.drafter(replace(tiny.draft_shape(), **KINDS["mixed"]))
