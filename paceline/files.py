@@ -79,7 +79,7 @@ def staged_folder(place: Path) -> Iterator[Path]:
     try:
         yield partial
         sync_tree(partial)
-        _swap(partial, place)
+        swap(partial, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -207,7 +207,11 @@ def explain(error: OSError) -> str:
     return f"{reason}; {remedy}" if remedy else reason
 
 
-def _swap(partial: Path, place: Path) -> None:
+def swap(partial: Path, place: Path) -> None:
+    """Give a folder that is on the disk its place; what was there has the name ``.NAME.replaced`` meanwhile.
+
+    Raises: OSError; the older one is back in its place then.
+    """
     old = place.with_name(f".{place.name}{_REPLACED}")
     if os.path.lexists(place):
         os.rename(place, old)
@@ -217,5 +221,5 @@ def _swap(partial: Path, place: Path) -> None:
         if os.path.lexists(old):
             os.rename(old, place)
         raise
+    sync(place.parent)  # before the older one goes
     remove(old)
-    sync(place.parent)

@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.files import is_running, sha256, sync
+from paceline.files import is_running, remove, sha256, swap, sync
 from paceline.models.draft import DFlashDrafter, DraftShape, drafter_class
 from paceline.train.optim import MasterAdamW
 from paceline.train.tensor_file import Written, read_tensors, write_pieces, write_tensors
@@ -150,9 +149,9 @@ def write(folder: Path, content: Content, moved: Callable[[int], None] = lambda 
         named = {name: asdict(file) for name, file in files.items()}
         _write_json(partial / MANIFEST, {"format": FORMAT, "files": named})
         sync(partial)
-        _put_in_place(partial, place)
+        swap(partial, place)  # between its renames `newest` finds the older one too
     finally:
-        _remove(partial)
+        remove(partial)
     return place
 
 
@@ -174,15 +173,15 @@ def place_of(folder: Path, step: int) -> Path:
 def point(folder: Path, name: str, place: Path) -> None:
     """Make ``folder/name`` a link to a checkpoint, in one step. Raises: OSError; it points where it did then."""
     temporary = folder / f".{name}.link"
-    _remove(temporary)
+    remove(temporary)
     try:
         if (folder / name).is_dir() and not (folder / name).is_symlink():  # a copy that has followed the link
             os.rename(folder / name, folder / f".{name}.copied")
-            _remove(folder / f".{name}.copied")
+            remove(folder / f".{name}.copied")
         os.symlink(place.name, temporary)
         os.replace(temporary, folder / name)
     except OSError:
-        _remove(temporary)
+        remove(temporary)
         raise
     sync(folder)
 
@@ -400,30 +399,15 @@ def _pointed(folder: Path) -> set[str]:
     return {Path(os.readlink(path)).name for path in _entries(folder) if path.is_symlink()}
 
 
-def _put_in_place(partial: Path, place: Path) -> None:
-    """Between the renames the older one has another name, under which `newest` finds it too. Raises: OSError."""
-    old = place.with_name(f".{place.name}.replaced")
-    if os.path.lexists(place):
-        os.rename(place, old)
-    try:
-        os.rename(partial, place)
-    except OSError:
-        if os.path.lexists(old):
-            os.rename(old, place)
-        raise
-    sync(place.parent)
-    _remove(old)
-
-
 def _retire(place: Path) -> None:
     """Remove a checkpoint: whoever looks sees all of it or nothing."""
     hidden = place.with_name(f".{place.name}.removed")
-    _remove(hidden)
+    remove(hidden)
     try:
         os.rename(place, hidden)
     except OSError:  # a full disk may have no room for another name
         hidden = place
-    _remove(hidden)
+    remove(hidden)
     if os.path.lexists(hidden):
         log.warning("an old checkpoint cannot be removed: %s", hidden)
 
@@ -437,7 +421,7 @@ def _clean_up(folder: Path) -> None:
         if match[2] == "replaced" and not os.path.lexists(folder / match[1]):
             os.rename(path, folder / match[1])
         elif match[2] or _is_abandoned(path, int(match[3])):
-            _remove(path)
+            remove(path)
 
 
 def _is_abandoned(partial: Path, pid: int) -> bool:
@@ -446,15 +430,6 @@ def _is_abandoned(partial: Path, pid: int) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - partial.lstat().st_mtime > ABANDONED_S
     return False
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, a link or a folder as far as that goes."""
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

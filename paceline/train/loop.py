@@ -25,7 +25,7 @@ from paceline.profiling.verdict import Verdict, Window
 from paceline.records import StepResult, StepSums
 from paceline.train import checkpoint
 from paceline.train.checkpoint import TrainState
-from paceline.train.metrics import MetricsLog, lines_until
+from paceline.train.metrics import MetricsLog, amend
 from paceline.train.saver import Saver
 from paceline.train.step import PendingResult, TrainStep
 
@@ -259,16 +259,15 @@ class TrainLoop:
         """
         started = time.perf_counter()
         self._between = between
-        lines = lines_until(self.run_folder.metrics_file, self.step)
-        owed = lines[-1] if self._start.owes_measurement and lines and lines[-1]["step"] == self.step else None
-        metrics = MetricsLog(self.run_folder.metrics_file, self.step if owed is None else self.step - 1)
+        improved = self._make_up_measurement() if self._start.owes_measurement else False
+        metrics = MetricsLog(self.run_folder.metrics_file, self.step)
         self._show_progress()
         stages.set_gauge("first_step", self.step)
         stages.set_gauge("started_ns", time.monotonic_ns())
         try:
             with stages.as_role("drafter-0"):
-                if owed is not None or self._saves_first:
-                    self._begin_again(owed, metrics)
+                if self._start.owes_measurement or self._saves_first:
+                    self._save(metrics, is_best=improved)
                 ending = None
                 while ending is None:
                     ending = self._run_stream(metrics)
@@ -290,21 +289,16 @@ class TrainLoop:
             verdict=self._judge().record(),
         )
 
-    def _begin_again(self, owed: dict[str, Any] | None, metrics: MetricsLog) -> None:
-        """Measure what a stop has cut short, and save what holds from now on.
-
-        Args:
-            owed: Line of the present step, if its measurement is due.
-        """
-        improved = False
-        with self._saving_after_failure(metrics):
-            if owed is not None:
-                try:
-                    improved = self.validate is not None and self._measure(self.validate, owed)
-                finally:
-                    metrics.write(owed)
-                    self.track(owed)
-            self._save(metrics, is_best=improved)
+    def _make_up_measurement(self) -> bool:
+        """Measure what a stop has cut short, and add it to the present step's line; whether it is the best so far."""
+        if self.validate is None:
+            return False
+        found: dict[str, Any] = {}
+        with stages.as_role("drafter-0"), self._failing_as_drafter(self.next_batch - 1):
+            improved = self._measure(self.validate, found)
+        if line := amend(self.run_folder.metrics_file, self.step, found):
+            self.track(line)
+        return improved
 
     def _run_stream(self, metrics: MetricsLog) -> str | None:
         """Train on batches in order; None where some have to be made again, as one of them is not finite."""

@@ -69,6 +69,22 @@ def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     return [newest[number] for number in sorted(newest)]
 
 
+def amend(path: Path, step: int, found: dict[str, Any]) -> dict[str, Any] | None:
+    """Add to the line of a run's present step, whole or not at all; the line, or None where it is lost.
+
+    Lines of later steps go, as with `MetricsLog`. Raises: CheckpointError if the file cannot be written.
+    """
+    lines = lines_until(path, step)
+    if not lines or lines[-1]["step"] != step:
+        return None
+    lines[-1] |= found
+    try:
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written to: {explain(error)}") from error
+    return lines[-1]
+
+
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each complete line as it stands in the file, and what it says."""
     if not path.is_file():

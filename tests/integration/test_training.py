@@ -543,7 +543,15 @@ def test_a_measurement_that_was_cut_short_is_made_up_for(
     with monkeypatch.context() as patch:
         patch.setattr(Validation, "measure", lambda self, drafter, should_stop: None)
         train(toy.config(tmp_path, f"run.max_steps={STEPS}"), stop_at(6))
+    measure, seen = Validation.measure, list[int]()
+
+    def looked_at(self: Validation, *arguments):
+        seen.append(len((tmp_path / "metrics.jsonl").read_text().splitlines()))  # a kill now must lose none
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(Validation, "measure", looked_at)
     train(toy.config(tmp_path, f"run.max_steps={STEPS}"))
+    assert seen[0] == 6
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert same_training(lines) == same_training(straight[1])
     assert_same_bits(straight[0], tmp_path)
