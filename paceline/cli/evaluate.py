@@ -138,7 +138,7 @@ def eval(
     record = {
         "target": target,
         "draft": str(draft),
-        "prompt_files": [str(file) for file in prompt_files] if prompts else ["the 24 that come with Paceline"],
+        "prompt_files": [str(file) for file in prompt_files] if prompts else ["those that come with Paceline"],
         "thinking": thinking or "as the template has it",
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else str(where),
         "dtype": str(dtype).removeprefix("torch."),

@@ -209,14 +209,16 @@ def bar_chart(
     marked: str | None = None,
     mark: str = "chosen",
     caption: object = "",
+    whole: float | None = None,
 ) -> Html:
     """Bars from zero, each with its name and figure; a table to those who do not see it.
 
     Args:
         show: Writes a figure.
+        whole: What a full bar is, 1 for shares; None: the largest figure.
         marked: Name of the bar that stands out, with `mark` beside its figure.
     """
-    top = max((value for value in bars.values() if is_number(value)), default=0.0)
+    top = max((value for value in bars.values() if is_number(value)), default=0.0) if whole is None else whole
     rows = []
     for name, value in bars.items():
         width = 100 * max(value, 0) / top if is_number(value) and top > 0 else 0

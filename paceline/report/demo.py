@@ -272,7 +272,9 @@ def _training(record: Record, metrics: Sequence[Record]) -> list[Html]:
         columns(
             line_chart("Loss", [loss], x_label="step", y_label="loss", caption=told_loss),
             line_chart("Acceptance length", lengths, x_label="step", y_label="tokens per forward", caption=told),
-            bar_chart("Acceptance by position", positions, percent, caption=told_position) if positions else "",
+            bar_chart("Acceptance by position", positions, percent, whole=1.0, caption=told_position)
+            if positions
+            else "",
         )
     ]
 

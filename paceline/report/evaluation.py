@@ -153,6 +153,7 @@ def _acceptance(record: Record) -> list[Html]:
                 "Accepted by position",
                 positions,
                 percent,
+                whole=1.0,
                 caption="Of the drafts whose forerunners were all accepted, the share that was accepted as well",
             )
             if positions
@@ -161,6 +162,7 @@ def _acceptance(record: Record) -> list[Html]:
                 "Accepted drafts in a round",
                 shares,
                 percent,
+                whole=1.0,
                 caption=f"Share of the {number(rounds)} rounds; the target adds one token of its own to each",
             )
             if shares

@@ -78,7 +78,7 @@ def test_own_prompts_need_no_file(folders: list[str]) -> None:
     """Left without prompts, `eval` takes those that come with Paceline, and says so."""
     result = run(*folders, "--limit", "2", "--max-new-tokens", "2", "--no-ngram", "--json", "-")
     record = json.loads(result.stdout)
-    assert record["prompts"] == 2 and record["prompt_files"] == ["the 24 that come with Paceline"]
+    assert record["prompts"] == 2 and record["prompt_files"] == ["those that come with Paceline"]
     assert "sweep" not in record and "concurrency" not in record
     assert record["acceptance_length_interval"] is None and "no interval from so few prompts" in result.stderr
 

@@ -177,6 +177,12 @@ def test_bars_grow_from_zero() -> None:
     assert read(bar_chart("title", {}), bar_chart("title", {"a": 0}))
 
 
+def test_a_share_is_drawn_as_one() -> None:
+    """With the whole said, a small share is a short bar and not the longest there is."""
+    assert "width:5" in bar_chart("title", {"a": 0.05, "b": 0.01}, whole=1.0)
+    assert "width:100" in bar_chart("title", {"a": 0.05, "b": 0.01})
+
+
 def test_a_stacked_bar_gives_figures_and_shares() -> None:
     """Parts share the bar by size; the missing have a row and no place in it; more parts than colours are fine."""
     parts = {"a": 30, "b": 10, "c": None, "d": math.inf, "e": -1, "f": 0, HOSTILE: 0.0, "h": 0.01}
