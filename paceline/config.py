@@ -91,8 +91,9 @@ class Draft(_Section):
     """Filler of slots 1..K-1: a row of the target's embedding that never occurs in data. auto: an unused one."""
     layer_types: Literal["full", "sliding"] | tuple[LayerType, ...] = "full"
     """Attention to the context in each layer: `full`, `sliding`, or one entry a layer."""
-    is_causal: Auto | bool = "auto"
-    """Attention inside a block. auto: bidirectional. Always written on export."""
+    is_causal: Auto | bool | Literal["sliding"] = "auto"
+    """Attention inside a block. auto: bidirectional. sliding: causal in sliding layers and bidirectional in full ones, as
+    some published drafters have it. Written on export, but for sliding, which readers take the key's absence for."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Context window of sliding layers in tokens: visible iff query - key < window."""
     num_attention_heads: Auto | Count = "auto"
@@ -231,6 +232,20 @@ class Eval(_Section):
     """Steps between measurements of the acceptance length on the held-out rows."""
     validate_rows: int = Field(default=64, ge=1)
     """Held-out rows used for it, the first by hash order."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Steps between evaluations beside training: the checkpoint is saved, and a process of its own decodes prompts with
+    it, as `paceline eval` does, while training goes on; the last step always. `best` is then chosen by the acceptance
+    length measured so, no longer by that on the held-out rows. None: none."""
+    prompts: UserPath | tuple[UserPath, ...] | None = None
+    """JSONL file, or list of files, with the prompts of these evaluations, as `paceline eval --prompts` reads them.
+    None: the 24 short ones that come with Paceline; requests like those to be served say more."""
+    limit: int | None = Field(default=None, ge=1)
+    """Prompts used, the first ones. None: all. Few prompts choose `best` by chance."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest answer of such an evaluation, in tokens."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """Where that process decodes: `cpu`, `cuda` or `cuda:N`. It loads the target once more: on the CPU in float32, on
+    a GPU in bfloat16, beside whatever else is there."""
 
 
 class Profiling(_Section):

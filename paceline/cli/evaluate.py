@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli.evaluate_engines import Engine
 from paceline.errors import ConfigError, ModelError
 from paceline.files import write_atomically
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from paceline.eval.evaluate import Evaluation
     from paceline.export.card import Provenance
     from paceline.models.draft import DFlashDrafter
@@ -24,7 +27,14 @@ log = logging.getLogger(__name__)
 
 def eval(
     target: Annotated[str, typer.Option(metavar="DIR|ID", help="The target: a model folder or hub id.")],
-    draft: Annotated[Path, typer.Option(metavar="DIR", help="Exported drafter, run folder or checkpoint.")],
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Exported drafter, run folder or checkpoint. With --url only a name for the result: the server drafts "
+            "with its own.",
+        ),
+    ] = None,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -68,7 +78,26 @@ def eval(
             "--ngram/--no-ngram", help="Also decode with drafts copied from the text, the same number of tokens."
         ),
     ] = True,
+    engine: Annotated[
+        Engine, typer.Option(help="builtin decodes here; vllm measures a server that is running, by its counters.")
+    ] = "builtin",
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="With --engine vllm: the server that drafts.")
+    ] = None,
+    baseline_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="The same target served without drafts, for speedup and losslessness; asked in turns with the other.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The target's name at the server, if it is another one.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Hub revision of the target; by default its default branch.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the target.")
     ] = False,
@@ -82,7 +111,8 @@ def eval(
     import torch
     from rich.console import Console
 
-    from paceline.cli.evaluate_show import print_evaluation, print_prompt
+    from paceline.cli.evaluate_engines import ServerOptions, served_record
+    from paceline.cli.evaluate_show import print_evaluation, print_prompt, print_served
     from paceline.eval.batch import BatchTarget, batch_sizes, measure_concurrency
     from paceline.eval.calibrate import fewest_nearly_best, swept_blocks
     from paceline.eval.decode import CachedTarget, check_fit
@@ -97,28 +127,62 @@ def eval(
         _check_writable("--html", html)
     if block_size and sweep_block_sizes:
         raise ConfigError("--block-size and --sweep-block-sizes: name the sizes, or have them chosen")
+    server = ServerOptions(url, baseline_url, model)
+    fixed = {"--block-size": bool(block_size), "--sweep-block-sizes": sweep_block_sizes, "--device": device != "auto"}
+    server.check(engine, draft, fixed)
     console = Console(stderr=json_file == "-", soft_wrap=True, highlight=False)
     prompt_files = prompts or [sample_prompts()]
     messages = read_prompts(prompt_files, limit)
+    named_files = [str(file) for file in prompt_files] if prompts else ["those that come with Paceline"]
+    if engine == "vllm":
+        record = served_record(
+            console,
+            server,
+            target=target,
+            draft=draft,
+            messages=messages,
+            thinking=thinking,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            batch=batch,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        record["prompt_files"] = named_files
+        print_served(console, record)
+        _write_record(console, record, json_file, html)
+        return
+    assert draft is not None
     drafter = load_any_drafter(draft)
     sizes = block_size or [drafter.shape.block_size]
     if sweep_block_sizes:
         sizes = swept_blocks(drafter.shape.block_size, 2 - drafter.label_shift)
     where = resolve_device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(target, revision, trust_remote_code)
     encoded = encode_prompts(messages, tokenizer, None if thinking is None else thinking == "on")
-    shape = read_shape(target, trust_remote_code=trust_remote_code)
+    shape = read_shape(target, revision, trust_remote_code)
     check_fit(drafter, shape, drafter.shape.target_layer_ids)
     if (largest := max(map(max, encoded), default=0)) >= shape.vocab_size:
         raise ModelError(f"{target}: its tokenizer gives token {largest}, its embedding has {shape.vocab_size} rows")
     cached_target = CachedTarget.load(
-        target, drafter.shape.target_layer_ids, dtype=dtype, device=where, trust_remote_code=trust_remote_code
+        target,
+        drafter.shape.target_layer_ids,
+        dtype=dtype,
+        device=where,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )
     several = None
     if batch is not None:  # before the work, as it may be refused
         several = BatchTarget.load(
-            target, drafter.shape.target_layer_ids, dtype=dtype, device=where, trust_remote_code=trust_remote_code
+            target,
+            drafter.shape.target_layer_ids,
+            dtype=dtype,
+            device=where,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
         )
     drafter = drafter.to(where, dtype)
     sampling = Sampling(temperature, seed) if temperature else None
@@ -138,7 +202,7 @@ def eval(
     record = {
         "target": target,
         "draft": str(draft),
-        "prompt_files": [str(file) for file in prompt_files] if prompts else ["those that come with Paceline"],
+        "prompt_files": named_files,
         "thinking": thinking or "as the template has it",
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else str(where),
         "dtype": str(dtype).removeprefix("torch."),
@@ -166,6 +230,11 @@ def eval(
         )
         record["concurrency"] = [row.as_dict() for row in rows]
     print_evaluation(console, record)
+    _write_record(console, record, json_file, html)
+
+
+def _write_record(console: Console, record: dict[str, Any], json_file: str | None, html: Path | None) -> None:
+    """The result as page and as JSON, where these were asked for."""
     if html is not None:
         from paceline.report.evaluation import evaluation_page
 
@@ -287,11 +356,12 @@ def export_drafter(
     from paceline import __version__
     from paceline.export import speculators, zlab
     from paceline.export.card import Provenance, is_hub_id, model_card
-    from paceline.export.fingerprint import write_fingerprint
-    from paceline.export.folder import CARD_FILE
+    from paceline.export.fingerprint import fingerprint_text
+    from paceline.export.folder import CARD_FILE, FINGERPRINT_FILE, export_place
 
     if auto_map and layout != "zlab":
         raise ConfigError("--auto-map with --format speculators: its readers bring their own code; use --format zlab")
+    export_place(out)  # before the work
     provenance = provenance or Provenance(target=target)
     name = target or provenance.target
     if layout == "speculators" and name is None:
@@ -320,13 +390,13 @@ def export_drafter(
         runs,
         is_needed=target is not None or layout == "speculators",
     )
-    texts, weights_dtype = {CARD_FILE: card}, getattr(torch, dtype)
+    weights_dtype = getattr(torch, dtype)
+    texts = {CARD_FILE: card, FINGERPRINT_FILE: fingerprint_text(drafter, part if runs else None, weights_dtype)}
     if layout == "zlab":
         folder = zlab.export_zlab(drafter, out, weights_dtype, target=part, auto_map=auto_map, texts=texts)
     else:
         assert name is not None and part is not None
         folder = speculators.export_speculators(drafter, part, name, out, weights_dtype, texts)
-    write_fingerprint(folder, drafter, part if runs else None)
     return folder, make(folder, drafter, name or "TARGET")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.eval.decode import Decoded
     from paceline.eval.evaluate import Evaluation, PromptResult
 
 
@@ -50,6 +51,102 @@ def print_evaluation(console: Console, record: dict[str, Any]) -> None:
             f"prompt {miss['prompt']}, {miss['answer']}: token {miss['position']} differs; the two best logits "
             f"are {miss['top2_gap']:.2e} apart: {'rounding' if miss['tie'] else 'a fault'}"
         )
+
+
+def print_served_prompt(
+    console: Console, drafted: Decoded, plain: Decoded | None, number: int, num_prompts: int, is_greedy: bool
+) -> None:
+    """How one prompt went at a server."""
+    same = ""
+    if plain is not None and is_greedy:
+        same = "  identical" if plain.tokens == drafted.tokens else "  ANOTHER ANSWER"
+    console.print(
+        f"{number + 1:>4}/{num_prompts}  {len(drafted.tokens):>4} tokens  "
+        + (f"plain {plain.seconds:.2f} s  " if plain is not None else "")
+        + f"drafted {drafted.seconds:.2f} s, first token {drafted.prefill_s:.3f} s  "
+        f"acceptance length {drafted.acceptance.length:.2f}{same}"
+    )
+
+
+def print_load(console: Console, row: dict[str, Any]) -> None:
+    """How one number of requests at a time went."""
+    plain = row["baseline_tok_per_s"]
+    console.print(
+        f"{row['batch_size']} at a time: "
+        + (f"plain {plain:.1f} tok/s, " if plain is not None else "")
+        + f"drafted {row['tok_per_s']:.1f} tok/s"
+    )
+
+
+def print_served(console: Console, record: dict[str, Any]) -> None:
+    """What a server gave as tables, with the definition of what they say, and what was not measured."""
+    _print_table(console, f"{record['draft']}, for {record['target']}", (), _served_rows(record))
+    if "concurrency" in record:
+        head = ("at a time", "plain tok/s", "drafted tok/s", "speedup", "first token", "acceptance", "other answers")
+        _print_table(console, "By concurrency", head, [_load_row(row) for row in record["concurrency"]])
+    console.print(f"acceptance length = {record['acceptance_rule']}", style="dim", markup=False)
+    console.print(f"committed = {record['committed_rule']}", style="dim", markup=False)
+    console.print(f"interval = {record['interval_rule']}", style="dim", markup=False)
+    for name, reason in record["not_measured"].items():
+        console.print(f"not measured: {name}; {reason}", markup=False)
+    for warning in record["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    for miss in record["first_mismatches"]:
+        gap, is_tie = miss["top2_gap"], miss["tie"]
+        told = "the server does not tell how sure it is there: taken for a fault"
+        if gap is not None:
+            told = f"the two best logits are {gap:.2e} apart: {'rounding' if is_tie else 'a fault'}"
+        console.print(f"prompt {miss['prompt']}: token {miss['position']} differs; {told}")
+
+
+def _served_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    counts, rounds, first, each = (
+        record[key] for key in ("accepted_counts", "rounds", "first_token_s", "request_tok_per_s")
+    )
+    decoding = f"temperature {record['temperature']:g}, seed {record['seed']}" if record["temperature"] else "greedy"
+    rows = {
+        "prompts": f"{record['prompts']}, up to {record['max_new_tokens']} tokens each, {decoding}; "
+        f"{record['ended_by_stop']} ended by a stop token, {record['loops']} by the limit in a loop",
+        "acceptance length": f"{length_with_interval(record)} with {record['num_speculative_tokens']} tokens drafted",
+        "committed": "not known, as others used the server"
+        if record["committed_per_round"] is None
+        else f"{record['committed_per_round']:.3f} tokens a verification",
+        "acceptance by position": " ".join(f"{share:.2f}" for share in record["acceptance_per_position"]),
+        "rounds by accepted drafts": "  ".join(f"{n}: {count / rounds:.0%}" for n, count in enumerate(counts)),
+        "counted by": "each answer's own counts" if record["acceptance_source"] == "requests" else "/metrics",
+    }
+    if record["speedup"] is not None:
+        rows["plain"] = f"{record['baseline_tok_per_s']:.1f} tok/s"
+    rows |= {
+        "speculative": f"{record['speculative_tok_per_s']:.1f} tok/s; a request {each['median']:.1f} in the median, "
+        f"{each['slowest']:.1f} at least",
+        "speedup": "not measured" if record["speedup"] is None else f"{record['speedup']:.2f}x",
+        "first token": f"{first['median']:.3f} s in the median, {first['longest']:.3f} s at most",
+    }
+    if first_plain := record.get("baseline_first_token_s"):
+        rows["first token"] += f" (plain: {first_plain['median']:.3f} and {first_plain['longest']:.3f} s)"
+    rows["identical outputs"] = _served_verdict(record)
+    return list(rows.items())
+
+
+def _served_verdict(record: dict[str, Any]) -> str:
+    if record["lossless"] is None:
+        return "not measured"
+    return "yes" if record["lossless"] else f"no: {record['mismatches']} mismatches, {record['ties']} numeric ties"
+
+
+def _load_row(row: dict[str, Any]) -> tuple[str, ...]:
+    plain, speedup, length = row["baseline_tok_per_s"], row["speedup"], row["acceptance_length"]
+    others = f"{row['mismatches']} mismatches, {row['ties']} ties" if row["mismatches"] or row["ties"] else "none"
+    return (
+        str(row["batch_size"]),
+        "" if plain is None else f"{plain:.1f}",
+        f"{row['tok_per_s']:.1f}",
+        "" if speedup is None else f"{speedup:.2f}x",
+        f"{row['first_token_s']['median']:.3f} s",
+        "" if length is None else f"{length:.3f}",
+        "not compared" if row["mismatches"] is None else others,
+    )
 
 
 def serving_line(record: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.config import RunConfig
     from paceline.plan.resolve import ResolvedRun
     from paceline.profiling.verdict import Verdict
+    from paceline.train.evaluations import Measured
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class TrainProgress:
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._last_plain = 0.0
-        self._verdict = ""
+        self._verdict = self._measured = ""
 
     def phase(self, text: str) -> None:
         """Say what is being done."""
@@ -166,12 +167,20 @@ class TrainProgress:
         """What limits the pipeline; shown with the steps from now on."""
         self._verdict = f"  {verdict.brief()}"
 
+    def measured(self, measured: Measured, is_best: bool) -> None:
+        """What decoding with the checkpoint of an earlier step gave; the newest is shown with the steps from now on."""
+        found = f"step {measured.step} accepts {measured.acceptance_length:.2f} when decoding"
+        self._measured = f"  {found}"
+        self.phase(found + (", the best so far" if is_best else ""))
+
     def step(self, line: dict[str, Any], total_steps: int) -> None:
         """Show a finished step."""
         is_last = line["step"] == total_steps
         validated = "validation_acceptance_length" in line
         if self._bar is not None:
-            self._bar.update(self._task, completed=line["step"], description=_describe(line) + self._verdict)
+            self._bar.update(
+                self._task, completed=line["step"], description=_describe(line) + self._verdict + self._measured
+            )
             if is_last:
                 self._bar.stop()
         due = line["step"] == 1 or time.monotonic() - self._last_plain > PLAIN_INTERVAL_S

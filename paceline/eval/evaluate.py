@@ -351,6 +351,7 @@ def evaluate_blocks(
         size: Evaluation(max_new_tokens, size, predicted[size], has_ngram=ngram, sampling=sampling) for size in sizes
     }
     order = list(ways)
+    target.reserve(max(map(len, prompts), default=0) + max_new_tokens, largest + drafter.label_shift)
     for prompt in prompts[:1]:
         for name in order:
             ways[name](prompt, min(WARM_UP_TOKENS, max_new_tokens), sampling)

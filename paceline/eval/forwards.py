@@ -1,12 +1,13 @@
-"""What a target does with tokens while decoding: the protocol, and the Transformers model as one of its two ways.
+"""What a target does with tokens while decoding: the protocol, and the Transformers model as one of its ways.
 
-`eval.lean` is the other way, for plain float32 models on a CPU. Shape letters: D hidden, V vocabulary.
+For plain models there are two more: `eval.lean` in float32 on a CPU, and `eval.static` on a GPU. Shape letters: D
+hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from paceline.errors import ModelError
+
+Tokens = Sequence[int] | Tensor
+"""Token ids on the host, or int64 ``[n]`` on a GPU, which the host then need not wait for."""
 
 
 class Forward(Protocol):
@@ -29,11 +33,14 @@ class Forward(Protocol):
     def clear(self) -> None:
         """Start a new sequence."""
 
-    def append(self, tokens: Sequence[int], last_only: bool = False) -> Tensor:
+    def append(self, tokens: Tokens, last_only: bool = False) -> Tensor:
         """Run tokens behind the sequence; logits ``[n, V]`` after each of them, or ``[1, V]`` after the last."""
 
     def keep(self, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` of the tokens last appended; at least one stays."""
+
+    def reserve(self, num_positions: int, num_tokens: int) -> None:
+        """Get ready for sequences of so many positions and calls of up to so many tokens; forgets the sequence."""
 
 
 class ModelForward:
@@ -54,16 +61,19 @@ class ModelForward:
         """Start a new sequence."""
         self._cache.clear()
 
-    def append(self, tokens: Sequence[int], last_only: bool = False) -> Tensor:
+    def append(self, tokens: Tokens, last_only: bool = False) -> Tensor:
         """Run tokens behind the sequence; logits ``[n, V]`` after each of them, or ``[1, V]`` after the last."""
         self._cache.before(len(tokens))
-        ids = torch.tensor([list(tokens)], device=self._model.device)
+        ids = torch.as_tensor(tokens, device=self._model.device)[None]
         options: dict[str, Any] = {self._cache_name: self._cache.cache, "logits_to_keep": int(last_only)}  # 0: all
         return self._model(input_ids=ids, use_cache=True, **options).logits[0]
 
     def keep(self, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` of the tokens last appended; at least one stays."""
         self._cache.keep(num_tokens)
+
+    def reserve(self, num_positions: int, num_tokens: int) -> None:
+        """Nothing: its cache grows by itself."""
 
     def untap(self) -> None:
         """Leave the model as it was found."""
@@ -79,40 +89,93 @@ class ModelForward:
         return hook
 
 
+class MixerStates:
+    """The recurrent states of one sequence (gated delta rule), which cannot be sliced but can go back.
+
+    The states before a block are copied and put back, and the mixers alone are run again on the kept tokens, whose
+    inputs were saved. The layers around them need no second run, as what they made of the kept tokens did not depend on
+    the later ones.
+
+    Attributes:
+        cache: What the mixers read and write; only its recurrent layers are touched here.
+        inputs: What each mixer was last given, ``[1, n, D]``.
+    """
+
+    def __init__(self, cache: Any, mixers: Mapping[int, Callable[..., Tensor]]) -> None:
+        self.cache = cache
+        self.inputs: dict[int, Tensor] = {}
+        self._mixers = mixers
+        self._before: dict[int, list[Tensor]] = {}
+
+    def copy(self) -> None:
+        """Remember the states as they are."""
+        self._before = {i: [state.clone() for state in self._states(i)] for i in self._mixers}
+
+    def rewind(self, num_tokens: int) -> None:
+        """Make the states those of the last copy and the first tokens that were run since."""
+        for i, mixer in self._mixers.items():
+            for state, before in zip(self._states(i), self._before[i], strict=True):
+                state.copy_(before)
+            mixer(self.inputs[i][:, :num_tokens], self.cache)
+
+    def _states(self, layer: int) -> list[Tensor]:
+        linear = self.cache.layers[layer]
+        return [linear.conv_states[0], linear.recurrent_states[0]]
+
+
+def rollback_cache(trunk: Any) -> Any:
+    """An empty Transformers cache whose layers can go back. Raises: ModelError if one cannot.
+
+    Layers with a sliding window drop keys that a rollback needs again, so they are kept whole and the window is left to
+    the model's masks.
+    """
+    cache = transformers.DynamicCache(config=trunk.config)
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[i] = DynamicLayer()
+        elif type(layer) not in (DynamicLayer, LinearAttentionLayer):
+            raise ModelError(
+                f"{trunk.config.model_type}: layer {i} keeps its past in a {type(layer).__name__}, which "
+                "cannot be rolled back; speculative decoding needs keys and values or a `linear_attn` mixer"
+            )
+    return cache
+
+
+def find_mixers(trunk: Any, cache: Any) -> dict[int, nn.Module]:
+    """The mixer of every recurrent layer. Raises: ModelError if a layer has none that is known."""
+    mixers = {}
+    for i, layer in enumerate(cache.layers):
+        if not isinstance(layer, LinearAttentionLayer):
+            continue
+        mixer = getattr(trunk.layers[i], "linear_attn", None)
+        if mixer is None:
+            raise ModelError(
+                f"{trunk.config.model_type}: layer {i} has a recurrent state but no `linear_attn` mixer, so "
+                "rejected tokens cannot be rolled back"
+            )
+        mixers[i] = mixer
+    return mixers
+
+
 class _RollbackCache:
     """A Transformers cache that can take tokens back, for every kind of layer.
 
-    Keys and values are sliced here: `DynamicCache.crop` changed its meaning over versions, and layers with a sliding
-    window drop keys that a rollback needs again, so they are kept whole and the window is left to the model's masks.
-    Layers with a recurrent state (gated delta rule) cannot be sliced: their state before the block is copied, put
-    back, and the mixer alone is run again on the kept tokens, whose inputs were saved. The layers around it need no
-    second run, as what they made of the kept tokens did not depend on the later ones.
+    Keys and values are sliced here: `DynamicCache.crop` changed its meaning over versions. Of recurrent states
+    `MixerStates` takes care.
     """
 
     def __init__(self, trunk: Any) -> None:
         self._trunk = trunk
-        self._mixers: dict[int, nn.Module] = {}
-        self._mixer_inputs: dict[int, Tensor] = {}
-        self._snapshot: dict[int, list[Tensor]] = {}
-        self.cache: Any
+        self.cache = rollback_cache(trunk)
+        self._mixers = find_mixers(trunk, self.cache)
+        self._states = MixerStates(self.cache, self._mixers)
         self._base = self._num_appended = 0
-        self.clear()
-        for i, layer in enumerate(self.cache.layers):
-            if isinstance(layer, LinearAttentionLayer):
-                self._mixers[i] = self._find_mixer(i)
-                self._mixers[i].register_forward_pre_hook(self._save_input(i), with_kwargs=True)
+        for i, mixer in self._mixers.items():
+            mixer.register_forward_pre_hook(self._save_input(i), with_kwargs=True)
 
     def clear(self) -> None:
         """Start a new sequence."""
-        self.cache = transformers.DynamicCache(config=self._trunk.config)
-        for i, layer in enumerate(self.cache.layers):
-            if type(layer) is DynamicSlidingWindowLayer:
-                self.cache.layers[i] = DynamicLayer()
-            elif type(layer) not in (DynamicLayer, LinearAttentionLayer):
-                raise ModelError(
-                    f"{self._trunk.config.model_type}: layer {i} keeps its past in a {type(layer).__name__}, which "
-                    "cannot be rolled back; speculative decoding needs keys and values or a `linear_attn` mixer"
-                )
+        self.cache = self._states.cache = rollback_cache(self._trunk)
         self._base = self._num_appended = 0
 
     def before(self, num_tokens: int) -> None:
@@ -120,37 +183,21 @@ class _RollbackCache:
         self._base += self._num_appended
         self._num_appended = num_tokens
         if self._base and num_tokens > 1:  # the prompt and a single token are never taken back
-            self._snapshot = {i: [state.clone() for state in self._states(i)] for i in self._mixers}
+            self._states.copy()
 
     def keep(self, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` tokens of the last forward; at least one stays."""
         if num_tokens == self._num_appended:
             return
         end = self._base + num_tokens
+        self._states.rewind(num_tokens)
         for i, layer in enumerate(self.cache.layers):
-            if i in self._mixers:
-                for state, before in zip(self._states(i), self._snapshot[i], strict=True):
-                    state.copy_(before)
-                self._mixers[i](self._mixer_inputs[i][:, :num_tokens], self.cache)
-            elif layer.get_seq_length():  # layers that share another's keys hold none
+            if i not in self._mixers and layer.get_seq_length():  # layers that share another's keys hold none
                 layer.keys, layer.values = layer.keys[..., :end, :], layer.values[..., :end, :]
         self._num_appended = num_tokens
 
-    def _states(self, layer: int) -> list[Tensor]:
-        linear = self.cache.layers[layer]
-        return [linear.conv_states[0], linear.recurrent_states[0]]
-
-    def _find_mixer(self, layer: int) -> nn.Module:
-        mixer = getattr(self._trunk.layers[layer], "linear_attn", None)
-        if mixer is None:
-            raise ModelError(
-                f"{self._trunk.config.model_type}: layer {layer} has a recurrent state but no `linear_attn` mixer, so "
-                "rejected tokens cannot be rolled back"
-            )
-        return mixer
-
     def _save_input(self, layer: int) -> Any:
-        inputs = self._mixer_inputs
+        inputs = self._states.inputs  # not self: the model would then refer to its owner in a circle
 
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs[layer] = args[0] if args else kwargs["hidden_states"]

@@ -5,49 +5,31 @@ Zen 4). The products are 28 of them, and the rest is what stands around: modules
 copying. Here a layer is two dozen calls: joined projections packed for oneDNN, keys and values written into reserved
 room, rotary tables made once. One token takes 38 ms and six take 39, so drafted blocks gain a little as well.
 
-It is used only where it does what the model does: `obstacle` looks at the structure, `difference` at the numbers.
+It is used only where it does what the model does, see `eval.structure`.
 Shape letters: n tokens appended, R rows (n, at least `MIN_ROWS`), D hidden, N query heads, M key/value heads, H head
 size, C capacity in positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.eval.forwards import Forward
+from paceline.eval.forwards import Tokens
+from paceline.eval.structure import structure_obstacle
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import MIN_ROWS, JoinedLinear, PackedHead, is_too_large
 
 LEAN = "lean float32 forward, weights packed for oneDNN"
 """What `CachedTarget.kernel` says of this forward."""
 
-FAMILIES: tuple[type, ...] = (
-    transformers.LlamaForCausalLM,
-    transformers.MistralForCausalLM,
-    transformers.Qwen2ForCausalLM,
-    transformers.Qwen3ForCausalLM,
-)
-"""Classes whose forward is known to be this one, whatever the length: a family that differs only far from the start, by
-windows or scaled attention, would pass a short probe."""
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary types whose angles depend on the position alone, not on the sequence's length."""
-
 INITIAL_CAPACITY = 512
 """Positions reserved at first; doubled when they run out."""
-
-PROBE_PROMPT, PROBE_BLOCK, PROBE_KEPT = 24, 5, 2
-"""Tokens of the probe's prompt and block, and how many of the block stay before one more follows."""
-
-TOLERANCE = 1e-3
-"""Largest difference from the model in the probe, as a share of the row's largest value. Seen: 3e-6 (SmolLM2-135M)."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +96,7 @@ class LeanForward:
         self._length = 0
 
     @torch.no_grad()
-    def append(self, tokens: Sequence[int], last_only: bool = False) -> Tensor:
+    def append(self, tokens: Tokens, last_only: bool = False) -> Tensor:
         """Run tokens behind the sequence; logits ``[n, V]`` after each of them, or ``[1, V]`` after the last.
 
         Few tokens are filled up to `MIN_ROWS`. What the filling leaves behind the sequence no token sees, and the next
@@ -142,6 +124,9 @@ class LeanForward:
     def keep(self, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` of the tokens last appended; at least one stays."""
         self._length = self._base + num_tokens
+
+    def reserve(self, num_positions: int, num_tokens: int) -> None:
+        """Nothing: room is made when it is needed."""
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)
@@ -196,7 +181,7 @@ def obstacle(model: Any, head: Head) -> str | None:
     Args:
         head: From `pack_head`.
     """
-    weight, config = head.weight, model.config
+    weight = head.weight
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         name = str(weight.dtype).removeprefix("torch.")
         return f"the lean one wants float32 on a CPU, this is {name} on {weight.device.type}"
@@ -204,58 +189,4 @@ def obstacle(model: Any, head: Head) -> str | None:
         return "this build of PyTorch has no product with weights packed for oneDNN"
     if is_too_large(model):
         return "the model is too large to be packed"
-    if type(model) not in FAMILIES:
-        return f"{type(model).__name__} is none of {', '.join(family.__name__ for family in FAMILIES)}"
-    if getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        return "some layers see a sliding window"
-    rope_type = (config.rope_parameters or {}).get("rope_type")
-    if rope_type not in ROPE_TYPES:
-        return f"rotary type {rope_type} is none of {', '.join(ROPE_TYPES)}"
-    trunk = model.get_decoder()
-    if type(trunk.embed_tokens) is not nn.Embedding:
-        return f"its embedding is a {type(trunk.embed_tokens).__name__}"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its MLP has {config.hidden_act} instead of silu"
-    for i, layer in enumerate(trunk.layers):
-        if reason := _layer_obstacle(layer):
-            return f"layer {i}: {reason}"
-    return None
-
-
-def _layer_obstacle(layer: Any) -> str | None:
-    """Which of a layer's projections is no plain linear layer: adapters and quantised weights replace those."""
-    for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down"))):
-        for name in names:
-            projection = getattr(part, f"{name}_proj")
-            if type(projection) is not nn.Linear or projection.weight.dtype != torch.float32:
-                return f"{name}_proj is a {type(projection).__name__}, no plain float32 linear layer"
-    return None
-
-
-@torch.no_grad()
-def difference(lean: Forward, model: Forward, vocab_size: int) -> str | None:
-    """Where the probe's logits and taps are not the model's, in one line; None if they are.
-
-    The probe is a prompt of random tokens, then a block of which some are taken back, then one more token.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocab_size, (PROBE_PROMPT + PROBE_BLOCK + 1,), generator=generator).tolist()
-    for (name, seen), (_, wanted) in zip(_walk(lean, tokens), _walk(model, tokens), strict=True):
-        error = (seen - wanted).abs().amax(-1) / wanted.abs().amax(-1)
-        if not error.max() <= TOLERANCE:  # NaN is a difference as well
-            return f"in a probe the lean one's {name} differed by {float(error.max()):.1e} of their size"
-    return None
-
-
-def _walk(forward: Forward, tokens: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """What a forward says on the probe's way, named."""
-    prompt, block, last = tokens[:PROBE_PROMPT], tokens[PROBE_PROMPT:-1], tokens[-1:]
-    forward.clear()
-    yield "logits after the prompt", forward.append(prompt, last_only=True)
-    if forward.taps:
-        yield "states of the prompt", torch.cat(forward.taps)
-    yield "logits of a block", forward.append(block)
-    forward.keep(PROBE_KEPT)
-    yield "logits after a roll-back", forward.append(last)
-    if forward.taps:
-        yield "states after a roll-back", torch.cat(forward.taps)
+    return structure_obstacle(model, torch.float32)

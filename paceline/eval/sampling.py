@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.regenerate import number_of
+from paceline.eval.forwards import Tokens
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class LogitSide(Protocol):
     def prefill_logits(self, prompt_ids: Sequence[int]) -> Tensor:
         """Start a sequence; logits ``[1, V]`` after it."""
 
-    def verify_logits(self, tokens: Sequence[int]) -> Tensor:
+    def verify_logits(self, tokens: Tokens) -> Tensor:
         """Append tokens; logits ``[n, V]`` after each of them."""
 
     def keep(self, num_tokens: int) -> None:
@@ -100,7 +101,7 @@ class SampledTarget:
         self._draws, self._position = Draws(self._sampling), 1
         return int(self._draws.scores(self._target.prefill_logits(prompt_ids), 0)[0].argmax())
 
-    def verify(self, tokens: Sequence[int]) -> list[int]:
+    def verify(self, tokens: Tokens) -> list[int]:
         """Append tokens; what is drawn after each of them."""
         return self._draws.scores(self._target.verify_logits(tokens), self._position).argmax(-1).tolist()
 

@@ -27,8 +27,9 @@ class DFlashAttention(nn.Module):
         super().__init__()
         size, width = config.head_dim, config.hidden_size
         self.head_dim = size
-        self.window = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
-        self.is_causal = config.is_causal
+        slides = config.layer_types[layer] == "sliding_attention"
+        self.window = config.sliding_window if slides else None
+        self.is_causal = getattr(config, "is_causal", slides)  # not written where sliding layers alone are causal
         self.q_proj = nn.Linear(width, config.num_attention_heads * size, bias=False)
         self.k_proj = nn.Linear(width, config.num_key_value_heads * size, bias=False)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * size, bias=False)

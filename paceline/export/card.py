@@ -45,6 +45,7 @@ class Provenance:
         data_license: Licences that the data's source gives, as far as it does.
         acceptance_length: Measured on held-out rows by the run itself, at the exported step.
         validation_rows: Rows that it was measured on, at most.
+        evaluation: Record of `paceline eval` that was made of the exported step beside its training.
         versions: Of the programs that trained it.
         commit: Of paceline's source tree.
     """
@@ -60,6 +61,7 @@ class Provenance:
     data_license: tuple[str, ...] = ()
     acceptance_length: float | None = None
     validation_rows: int | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
 
@@ -130,19 +132,36 @@ def _what_it_is(shape: DraftShape, name: str) -> str:
 
 
 def _measured(provenance: Provenance) -> str:
-    if provenance.acceptance_length is None:
-        text = "No acceptance length of this checkpoint is on record. Measure it with the command below."
-    else:
+    texts = []
+    if provenance.evaluation:
+        texts.append(_evaluated(provenance.evaluation))
+    if provenance.acceptance_length is not None:
         rows = (
             "held-out rows"
             if provenance.validation_rows is None
             else (f"at most {provenance.validation_rows} held-out rows")
         )
-        text = (
+        texts.append(
             f"Acceptance length **{provenance.acceptance_length:.3f}**, measured by the training run on {rows} of its "
             f"data set, at step {provenance.step}.\n\nDefinition: {ACCEPTANCE_RULE}. Speed was not measured there."
         )
-    return f"## Measured\n\n{text}\n"
+    if not texts:
+        texts.append("No acceptance length of this checkpoint is on record. Measure it with the command below.")
+    return "## Measured\n\n" + "\n\n".join(texts) + "\n"
+
+
+def _evaluated(record: dict[str, Any]) -> str:
+    """What an evaluation beside training measured, but for its rates: training took its share of the machine."""
+    is_own = record.get("prompt_files") == ["those that come with Paceline"]
+    whose = "that come with Paceline" if is_own else "of the trainer's own"
+    mismatches = record["mismatches"]
+    differing = "no answer differed" if mismatches == 0 else f"**{mismatches} answers differed**"
+    return (
+        f"Acceptance length **{record['acceptance_length']:.3f}** by decoding {_number(record.get('prompts'))} prompts "
+        f"{whose} greedily, at most {_number(record.get('max_new_tokens'))} tokens each, with the checkpoint of step "
+        f"{record['step']} in {_cell(record.get('dtype', UNKNOWN))}; {differing} from plain decoding by more than "
+        f"rounding.\n\nDefinition: {_cell(record.get('acceptance_rule', UNKNOWN))}. Speed was not measured there."
+    )
 
 
 def _serving(commands: Sequence[str], auto_map: bool) -> str:

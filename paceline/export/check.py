@@ -22,6 +22,7 @@ from paceline.export.findings import DraftFolder, Finding, read_folder
 from paceline.export.fingerprint import Mismatch
 from paceline.export.folder import ARCHITECTURE, CONFIG_FILE, FINGERPRINT_FILE, LAYER_KEYS
 from paceline.models.draft import DFlashDrafter
+from paceline.models.engine_limits import VLLM_CPU_HEAD_DIMS
 from paceline.models.loading import TargetShape, load_tokenizer, read_shape
 
 Engine = Literal["zlab", "speculators", "vllm", "sglang"]
@@ -33,9 +34,6 @@ READS: dict[Engine, tuple[str, ...]] = {
     "sglang": ("z-lab",),
 }
 """Layouts that an engine reads."""
-
-VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's attention on a CPU takes, for target and drafter; measured with 0.32."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -325,17 +323,12 @@ def _check_zlab_causality(seen: DraftFolder, slides: bool, has_full: bool) -> No
         )
     if top is not None:
         return
-    if slides and has_full and nested is None:
-        seen.error(
-            "is_causal", None, "true or false",
-            "engines take sliding layers for causal and full ones for bidirectional inside a block",
-        )  # fmt: skip
-    else:
-        seen.warn(
-            "is_causal", None, "true or false",
-            "engines fill it in: causal in sliding layers, bidirectional in full ones; older z-lab code takes neither "
-            "for causal",
-        )  # fmt: skip
+    wanted = "true or false, unless layers differ" if slides and has_full and nested is None else "true or false"
+    seen.warn(
+        "is_causal", None, wanted,
+        "engines fill it in: causal in sliding layers, bidirectional in full ones; older z-lab code takes neither "
+        "for causal",
+    )  # fmt: skip
 
 
 def _check_rope(seen: DraftFolder, target: TargetShape) -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
-
 from paceline.errors import ModelError
 from paceline.export import speculators, zlab
-from paceline.export.folder import CONFIG_FILE, LAYOUT_KEYS, WEIGHTS_FILE
+from paceline.export.folder import CONFIG_FILE, LAYOUT_KEYS
+from paceline.export.weights import list_tensors
 
 Severity = Literal["error", "warning"]
 
@@ -105,14 +104,12 @@ def read_folder(folder: Path) -> DraftFolder:
         layer = config.get("transformer_layer_config")
         if not isinstance(layer, dict):
             raise ModelError(f"{path} has no `transformer_layer_config`, which holds the drafter's layers")
-    try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            tensors = {
-                name: (list(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()
-            }
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
-    return DraftFolder(folder, layouts[0], config, layer, tensors)
+    stored, problems = list_tensors(folder)
+    tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+    seen = DraftFolder(folder, layouts[0], config, layer, tensors)
+    for problem in problems:
+        seen.error(problem.key, problem.seen, problem.wanted, "engines load other weights, or fail", "tensors")
+    return seen
 
 
 def _text(value: object) -> str:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from paceline import __version__
 from paceline.errors import ModelError
-from paceline.export.folder import CONFIG_FILE, FINGERPRINT_FILE
+from paceline.export.folder import CONFIG_FILE, FINGERPRINT_FILE, causality
 from paceline.files import write_atomically
 from paceline.models.draft import DFlashDrafter, DraftShape
 from paceline.models.states import FINAL, Blocks, States, anchors_at, decode_states, row_of, training_states
@@ -109,7 +109,7 @@ class Mismatch:
 
 
 def write_fingerprint(folder: Path | str, drafter: DFlashDrafter, target: Target | None = None) -> Path:
-    """Record a trained drafter's behaviour in a folder that has its `config.json`.
+    """Record a trained drafter's behaviour in a folder that is there and has its `config.json`.
 
     Args:
         drafter: As trained; its weights are rounded here to the type that the folder says.
@@ -122,9 +122,14 @@ def write_fingerprint(folder: Path | str, drafter: DFlashDrafter, target: Target
         dtype = getattr(torch, json.loads(path.read_text(encoding="utf-8"))["dtype"])
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{path} names no dtype that weights can have: {error}") from error
-    record = {"version": VERSION, "paceline": __version__, **asdict(make_fingerprint(drafter, target, dtype))}
-    write_atomically(path.with_name(FINGERPRINT_FILE), json.dumps(record) + "\n")
+    write_atomically(path.with_name(FINGERPRINT_FILE), fingerprint_text(drafter, target, dtype))
     return path.with_name(FINGERPRINT_FILE)
+
+
+def fingerprint_text(drafter: DFlashDrafter, target: Target | None, dtype: torch.dtype) -> str:
+    """What `fingerprint.json` holds, for an export that writes it with the weights; as for `make_fingerprint`."""
+    record = {"version": VERSION, "paceline": __version__, **asdict(make_fingerprint(drafter, target, dtype))}
+    return json.dumps(record) + "\n"
 
 
 def read_fingerprint(folder: Path | str) -> Fingerprint | None:
@@ -166,6 +171,7 @@ def settings_of(shape: DraftShape) -> dict[str, Any]:
     plain["rope"] = {"rope_type": "default", **rope}
     if plain["draft_vocab_size"] == plain["vocab_size"]:
         plain["draft_vocab_size"] = None
+    plain["is_causal"] = causality(shape)
     if "sliding_attention" not in plain["layer_types"]:
         plain["sliding_window"] = None
     return plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -13,13 +13,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.errors import ConfigError, ModelError
+from paceline.export.weights import WEIGHTS_FILE, read_tensors
 from paceline.files import staged_folder
 from paceline.models.draft import DraftShape
 from paceline.models.loading import check_layer_ids
 from paceline.models.target import Target
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 CODE_FILE = "dflash.py"
 FINGERPRINT_FILE = "fingerprint.json"
@@ -162,6 +162,12 @@ def check_drafter(shape: DraftShape, where: str, taps: str) -> None:
         )
 
 
+def causality(shape: DraftShape) -> bool | Literal["sliding"]:
+    """Attention inside a block in its one form: a flag wherever all layers agree."""
+    flags = {shape.visibility(layer).causal for layer in range(shape.num_hidden_layers)}
+    return flags.pop() if len(flags) == 1 else "sliding"
+
+
 def read_config(folder: Path, layout: str) -> dict[str, Any]:
     """The configuration of a drafter in a layout. Raises: ModelError."""
     path, key = folder / CONFIG_FILE, LAYOUT_KEYS[layout]
@@ -172,14 +178,6 @@ def read_config(folder: Path, layout: str) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get(key), dict):
         raise ModelError(f"{path} has no `{key}`: a drafter in the {layout} layout was wanted")
     return config
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights. Raises: ModelError."""
-    try:
-        return safetensors.torch.load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
 
 
 def wanted(section: dict[str, Any], key: str, path: Path) -> Any:
@@ -246,6 +244,6 @@ def check_tensors(
     ]
     if missing or unexpected or shapes:
         raise ModelError(
-            f"{folder / WEIGHTS_FILE} does not match its configuration: missing {missing}, unexpected {unexpected}, "
+            f"{folder}: the weights do not match the configuration: missing {missing}, unexpected {unexpected}, "
             f"other shapes {shapes}"
         )

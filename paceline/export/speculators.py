@@ -16,7 +16,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from paceline.export.folder import (
     CONFIG_FILE,
     LAYER_KEYS,
     LAYOUT_KEYS,
-    WEIGHTS_FILE,
+    causality,
     check_drafter,
     check_fixed,
     check_target,
@@ -39,12 +39,12 @@ from paceline.export.folder import (
     layer_ids,
     numbers,
     read_config,
-    read_tensors,
     rope_of,
     token_id,
     wanted,
     write_export,
 )
+from paceline.export.weights import read_tensors
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.models.draft import DFlashDrafter, DraftShape
 from paceline.models.loading import read_shape
@@ -175,7 +175,7 @@ def load_speculators(folder: Path | str) -> DFlashDrafter:
     optional = OF_TARGET if shape.draft_vocab_size is None else {"embed_tokens.weight"}
     check_tensors(tensors, expected, folder, optional)
     if shape.draft_vocab_size is not None:
-        _check_draft_vocab(tensors["d2t"], tensors["t2d"], folder / WEIGHTS_FILE)
+        _check_draft_vocab(tensors["d2t"], tensors["t2d"], folder)
     drafter.load_state_dict({name: tensors[name] for name in own}, assign=True)
     return drafter
 
@@ -192,6 +192,7 @@ def _as_written(shape: DraftShape) -> DraftShape:
     return dataclasses.replace(
         shape,
         rope={"rope_type": "default", **rope},
+        is_causal=causality(shape),
         draft_vocab_size=None if every else shape.draft_vocab_size,
     )
 
@@ -200,6 +201,11 @@ def _check_shape(shape: DraftShape) -> None:
     """What the layout has no place for, or its readers would misread. Raises: ModelError."""
     if shape.kind != "dflash":
         raise ModelError(f"draft.kind={shape.kind} cannot be exported as speculators: only dflash can")
+    if shape.is_causal == "sliding":
+        raise ModelError(
+            "causal sliding layers beside bidirectional full ones (draft.is_causal=sliding) cannot be exported as "
+            "speculators: vLLM takes the layout's flag for every layer. Use --format zlab"
+        )
     if shape.is_causal and "full_attention" in shape.layer_types:
         raise ModelError(
             "draft.is_causal=true with full-attention layers cannot be exported as speculators: the layout says it of "
@@ -378,7 +384,7 @@ def _num_target_layers_of(config: dict[str, Any], path: Path) -> int:
         raise ModelError(f"{path} has no num_target_layers, and {error}") from error
 
 
-def _causality_of(config: dict[str, Any], layer_types: tuple[str, ...], path: Path) -> bool:
+def _causality_of(config: dict[str, Any], layer_types: tuple[str, ...], path: Path) -> bool | Literal["sliding"]:
     """Attention inside a block: the flag is about sliding layers, and full ones are always bidirectional."""
     non_causal, is_causal = config.get("sliding_window_non_causal"), False
     if "sliding_attention" in layer_types:
@@ -387,11 +393,14 @@ def _causality_of(config: dict[str, Any], layer_types: tuple[str, ...], path: Pa
                 f"{path} has no sliding_window_non_causal: `speculators` takes that for causal sliding layers, vLLM "
                 "for bidirectional ones"
             )
-        if not non_causal and "full_attention" in layer_types:
-            raise ModelError(
-                f"{path}: sliding_window_non_causal=false means causal sliding layers beside bidirectional full ones; "
-                "a drafter with both is not supported"
-            )
         is_causal = not non_causal
-    check_fixed(config["transformer_layer_config"], {"is_causal": is_causal}, path)
+    layer = config["transformer_layer_config"]
+    if is_causal and "full_attention" in layer_types:
+        if layer.get("is_causal") is not None:
+            raise ModelError(
+                f"{path}: sliding_window_non_causal=false means causal sliding layers beside bidirectional full ones, "
+                f"and transformer_layer_config.is_causal={layer['is_causal']} is about every layer"
+            )
+        return "sliding"
+    check_fixed(layer, {"is_causal": is_causal}, path)
     return is_causal

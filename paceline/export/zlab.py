@@ -13,7 +13,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from paceline.export.folder import (
     CODE_FILE,
     CONFIG_FILE,
     LAYER_KEYS,
+    causality,
     check_drafter,
     check_fixed,
     check_target,
@@ -35,12 +36,12 @@ from paceline.export.folder import (
     layer_ids,
     numbers,
     read_config,
-    read_tensors,
     rope_of,
     token_id,
     wanted,
     write_export,
 )
+from paceline.export.weights import read_tensors
 from paceline.models.draft import DFlashDrafter, DraftShape
 from paceline.models.target import Target
 
@@ -137,7 +138,7 @@ def export_zlab(
         config["auto_map"] = {"AutoModel": f"{CODE_FILE.removesuffix('.py')}.{ARCHITECTURE}"}
         texts[CODE_FILE] = Path(__file__).with_name("auto_model.py").read_text(encoding="utf-8")
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
-    written = dataclasses.replace(drafter.shape, rope=config["rope_parameters"])
+    written = dataclasses.replace(drafter.shape, rope=config["rope_parameters"], is_causal=causality(drafter.shape))
     write_export(
         folder, config, tensors, lambda place: check_written(place, load_zlab(place).shape, written, tensors), texts
     )
@@ -180,6 +181,7 @@ def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
         raise ModelError(f"rotary settings {unsupported} have no meaning for a drafter, and engines would misread them")
     rope = {"rope_type": "default", **shape.rope}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    is_causal = causality(shape)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
@@ -190,7 +192,8 @@ def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
         "layer_types": list(shape.layer_types),
         "use_sliding_window": "sliding_attention" in shape.layer_types,
         "sliding_window": shape.sliding_window,
-        "is_causal": shape.is_causal,
+        # Any value would be about every layer: causal sliding layers beside bidirectional full ones have no other word.
+        **({} if is_causal == "sliding" else {"is_causal": is_causal}),
         "block_size": shape.block_size,
         "dflash_config": {
             "mask_token_id": shape.mask_token_id,
@@ -248,8 +251,11 @@ def _block_size_of(config: dict[str, Any], path: Path) -> int:
     return int(found.pop())
 
 
-def _causality_of(config: dict[str, Any], layer_types: Iterable[str], path: Path) -> bool:
-    """Attention inside a block. Where the file does not say: causal in sliding layers, and not in full ones."""
+def _causality_of(config: dict[str, Any], layer_types: Iterable[str], path: Path) -> bool | Literal["sliding"]:
+    """Attention inside a block. Where the file does not say: causal in sliding layers, and not in full ones.
+
+    So vLLM, SGLang and z-lab's newer code read it; z-lab/Qwen3.5-27B-DFlash and gemma-4-31B-it-DFlash are such folders.
+    """
     places = (config.get("is_causal"), config["dflash_config"].get("causal"))
     said = {bool(value) for value in places if value is not None}
     if len(said) == 2:
@@ -260,12 +266,7 @@ def _causality_of(config: dict[str, Any], layer_types: Iterable[str], path: Path
     if said:
         return said.pop()
     kinds = set(layer_types)
-    if len(kinds) > 1:
-        raise ModelError(
-            f"{path} has no is_causal, which means causal sliding layers beside bidirectional full ones; "
-            "a drafter with both is not supported"
-        )
-    return kinds == {"sliding_attention"}
+    return "sliding" if len(kinds) > 1 else kinds == {"sliding_attention"}
 
 
 def _window_of(config: dict[str, Any], layer_types: Iterable[str], path: Path) -> int | None:

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 WARM_UP_CALLS = 2
 """Calls before the measured one: compiling and the choice of kernels happen in the first, caches fill in the second."""
 
+RECORDING_CALLS = WARM_UP_CALLS + 3
+"""Calls of a variant after which it is recorded, in mode ``on``, whatever was called before."""
+
 LAUNCH_BOUND = 0.8
 """Share of the device's time that launching takes from which on work counts as launch-bound."""
 

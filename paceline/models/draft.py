@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import torch
 import transformers
@@ -84,7 +84,8 @@ class DraftShape:
         num_target_layers: Layers of the whole target.
         rope: Rotary settings, theta included; the target's.
         layer_types: ``full_attention`` or ``sliding_attention``, one a layer.
-        is_causal: Attention inside a block.
+        is_causal: Attention inside a block, of every layer; ``sliding``: of sliding layers, and full ones are
+            bidirectional.
         draft_vocab_size: Tokens that can be drafted; None: all of the target's.
         kind, options: Drafter class, and what only this class has.
     """
@@ -104,7 +105,7 @@ class DraftShape:
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     layer_types: tuple[str, ...]
-    is_causal: bool = False
+    is_causal: bool | Literal["sliding"] = False
     sliding_window: int | None = None
     draft_vocab_size: int | None = None
     kind: str = "dflash"
@@ -113,7 +114,8 @@ class DraftShape:
     def visibility(self, layer: int) -> Visibility:
         """What the slots of a layer see."""
         sliding = self.layer_types[layer] == "sliding_attention"
-        return Visibility(causal=self.is_causal, window=self.sliding_window if sliding else None)
+        causal = sliding if self.is_causal == "sliding" else self.is_causal
+        return Visibility(causal=causal, window=self.sliding_window if sliding else None)
 
 
 class RMSNorm(nn.Module):
@@ -524,8 +526,12 @@ class DFlashDrafter(nn.Module):
             head: From `own_head`.
             anchor: The token in slot 0; unused here, as every slot is drafted independently of the others.
         """
+        return self.drafted_ids(hidden, head, torch.tensor(anchor, device=hidden.device)).tolist()
+
+    def drafted_ids(self, hidden: Tensor, head: Head, anchor: Tensor) -> Tensor:
+        """`draft` on the device, which the host does not wait for: int64 ``[J]``; `anchor` is an int64 scalar."""
         del anchor
-        return self._to_target(head.logits(hidden[0].to(head.weight.dtype)).argmax(-1)).tolist()
+        return self._to_target(head.logits(hidden[0].to(head.weight.dtype)).argmax(-1))
 
 
 KINDS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,11 +126,27 @@ def tap_differences(target: Target, num_tokens: int = 24) -> dict[int, float]:
     own = target._trunk.config._attn_implementation == ATTENTION  # it takes what it is given, and builds no mask
     masks = {"attention_mask": target._dense_masks(row_of([input_ids]))} if own else {}
     target._here.slot = target._slot(num_tokens, target.dtype)  # for the hooks of its taps
-    states = target._trunk(
-        input_ids=input_ids[None].to(target.device), use_cache=False, output_hidden_states=True, **masks
-    ).hidden_states
+    with _no_hooks_left(target._trunk):
+        states = target._trunk(
+            input_ids=input_ids[None].to(target.device), use_cache=False, output_hidden_states=True, **masks
+        ).hidden_states
     target._here.slot = None
     return compare_taps(target, input_ids, [state[0] for state in states])
+
+
+@contextlib.contextmanager
+def _no_hooks_left(trunk: Any) -> Iterator[None]:
+    """Take off what Transformers hangs on every layer to list its states, and leaves there: such a layer can no longer
+    be compiled."""
+    before = {module: dict(module._forward_hooks) for module in trunk.modules()}
+    had_hooks = getattr(trunk, "_output_capturing_hooks_installed", False)
+    try:
+        yield
+    finally:
+        for module, hooks in before.items():
+            for handle in module._forward_hooks.keys() - hooks.keys():
+                del module._forward_hooks[handle]
+        trunk._output_capturing_hooks_installed = had_hooks
 
 
 def compare_taps(target: Target, input_ids: Tensor, hidden_states: list[Tensor]) -> dict[int, float]:

@@ -18,6 +18,7 @@ from paceline.report.page import (
     figures,
     is_number,
     items_of,
+    join,
     note,
     number,
     page,
@@ -46,6 +47,28 @@ Where two answers first differ, the target is asked how far its two best tokens 
 difference is a tie, as verifying several tokens and decoding one add up in another order; else it is a fault."""
 
 
+SERVED = """\
+Measured at a vLLM server from outside, by its own counters, one request at a time; every prompt was read anew. What it
+drafts with is what it was started with."""
+
+SERVED_GREEDY = """\
+Answers are the target's likeliest tokens. A drafted answer has to be that of the server without drafts, token for
+token."""
+
+SERVED_DRAWN = """\
+Tokens are drawn from the target's whole distribution at this temperature. Two servers draw differently, so that their
+answers cannot be compared."""
+
+NARROW = """
+@media (max-width: 40rem) {
+  .scroll table { font-size: .8rem; line-height: 1.35; }
+  .scroll thead th { font-size: .7rem; overflow-wrap: normal; }
+  .scroll th + th, .scroll td { padding-left: .4rem; }
+}
+"""
+"""Tables of six columns within the width of a phone."""
+
+
 def evaluation_page(record: Record) -> str:
     """The page as one HTML file; what was not measured is left out, or shown as missing.
 
@@ -66,6 +89,7 @@ def evaluation_page(record: Record) -> str:
         section("By concurrency", *_concurrency(record)),
         section("Where answers differ", *_differences(record)),
         section("How to read this", columns(_reading(record), _settings(record))),
+        style=NARROW,
     )
 
 
@@ -95,18 +119,14 @@ def _said(value: object, yes: str, no: str) -> str:
 
 
 def _headline(record: Record) -> Html:
-    speedup, over_ngram, spread = record.get("speedup"), record.get("speedup_over_ngram"), _interval(record)
+    over_ngram, spread = record.get("speedup_over_ngram"), _interval(record)
     shown: list[tuple[object, str, object]] = [
         (
             _num(record, "acceptance_length", 2),
             "acceptance length",
             f"95 %: {spread}" if spread else "too few prompts for an interval",
         ),
-        (
-            times(speedup),
-            "the speed of plain decoding" + (": slower" if is_number(speedup) and speedup < 1 else ""),
-            f"{_num(record, 'speculative_tok_per_s', 1)} against {_num(record, 'baseline_tok_per_s', 1)} tok/s",
-        ),
+        _speedup(record),
         _verdict(record),
     ]
     if is_number(over_ngram):
@@ -114,6 +134,15 @@ def _headline(record: Record) -> Html:
         remark = f"{_num(record, 'ngram_tok_per_s', 1)} tok/s without any training"
         shown.append((times(over_ngram), f"the speed of n-gram drafts{slower}", remark))
     return figures(*shown)
+
+
+def _speedup(record: Record) -> tuple[object, str, object]:
+    speedup, rate = record.get("speedup"), _num(record, "speculative_tok_per_s", 1)
+    if not is_number(speedup):
+        return rate, "tokens a second", "not compared with plain decoding"
+    slower = ": slower" if speedup < 1 else ""
+    rates = f"{rate} against {_num(record, 'baseline_tok_per_s', 1)} tok/s"
+    return times(speedup), f"the speed of plain decoding{slower}", rates
 
 
 def _verdict(record: Record) -> tuple[object, str, object]:
@@ -133,6 +162,11 @@ def _verdict(record: Record) -> tuple[object, str, object]:
 
 
 def _warning(record: Record) -> Html:
+    told = [note(warning, is_warning=True) for warning in items_of(record, "warnings") if isinstance(warning, str)]
+    return join([_fault(record), *told])
+
+
+def _fault(record: Record) -> Html:
     mismatches = record.get("mismatches")
     if record.get("lossless") is not False or (is_number(mismatches) and not mismatches):
         return Html()
@@ -175,20 +209,23 @@ def _acceptance(record: Record) -> list[Html]:
 
 
 def _speed(record: Record) -> list[Html]:
-    rows: list[list[object]] = [["plain", _num(record, "baseline_tok_per_s", 1), "1.00", times(1.0)]]
+    rows: list[list[object]] = []
+    if is_number(record.get("baseline_tok_per_s")):
+        rows.append(["plain", _num(record, "baseline_tok_per_s", 1), "1.00", times(1.0)])
     if is_number(record.get("ngram_tok_per_s")):
         length = _num(record, "ngram_acceptance_length", 2)
         rows.append(["n-gram drafts", _num(record, "ngram_tok_per_s", 1), length, times(record.get("ngram_speedup"))])
     own = ["drafter", _num(record, "speculative_tok_per_s", 1), _num(record, "acceptance_length", 2)]
     rows.append([tag("strong", cell) for cell in [*own, times(record.get("speedup"))]])
-    caption = "Tokens a second over wall time, prompts included, one prompt at a time; the ways took turns"
+    caption = "Tokens a second over wall time, prompts included, one prompt at a time"
+    caption += "; the ways took turns" if len(rows) > 1 else ""
     first, plain_first = part_of(record, "first_token_s"), part_of(record, "baseline_first_token_s")
     told = ""
     if first:
-        told = (
-            f"First token after {duration(first.get('median'))} in the median and {duration(first.get('longest'))} at "
-            f"most; decoded plainly {duration(plain_first.get('median'))} and {duration(plain_first.get('longest'))}."
-        )
+        median, longest = (duration(first.get(name)) for name in ("median", "longest"))
+        told = f"First token after {median} in the median and {longest} at most"
+        median, longest = (duration(plain_first.get(name)) for name in ("median", "longest"))
+        told += f"; decoded plainly {median} and {longest}." if plain_first else "."
     draft, verify = record.get("draft_frac"), record.get("verify_frac")
     parts: dict[str, float] = {}
     if is_number(draft) and is_number(verify):
@@ -201,7 +238,7 @@ def _speed(record: Record) -> list[Html]:
             stacked_bar("Time of drafted decoding", parts) if parts else "",
         ),
         tag("p", told) if told else Html(),
-        note(ABOUT_NGRAM) if len(rows) == 3 else Html(),
+        note(ABOUT_NGRAM) if is_number(record.get("ngram_tok_per_s")) else Html(),
     ]
 
 
@@ -259,7 +296,10 @@ def _concurrency(record: Record) -> list[Html]:
         return []
     head = ("prompts at a time", "plain tok/s", "drafted tok/s", "speed", "acceptance length", "mismatches / ties")
     caption = "Tokens a second of all prompts together, the last ones alone in their batch included"
-    said = "Every answer was compared with the one decoded alone."
+    if all(row.get("mismatches") is None for row in _records(record, "concurrency")):
+        said = "Answers were not compared with those decoded alone."
+    else:
+        said = "Every answer was compared with the one decoded alone."
     return [tag("p", said), table(head, rows, caption)]
 
 
@@ -283,11 +323,16 @@ def _differences(record: Record) -> list[Html]:
 
 def _reading(record: Record) -> Html:
     is_drawn = is_number(record.get("temperature")) and record["temperature"] > 0
+    how = [DRAWN if is_drawn else GREEDY]
+    if _is_served(record):
+        how = [SERVED, SERVED_DRAWN if is_drawn else SERVED_GREEDY]
+    missing = part_of(record, "not_measured")
     return bullets(
         f"Acceptance length = {_text(record, 'acceptance_rule')}.",
         f"Interval = {_text(record, 'interval_rule')}. It tells how far other prompts of this kind may lie, not other "
         "kinds.",
-        DRAWN if is_drawn else GREEDY,
+        *how,
+        *(f"Not measured: {name}; {_text(missing, name)}." for name in missing),
         f"{_num(record, 'ended_by_stop')} of {_num(record, 'prompts')} answers ended by themselves; "
         f"{_num(record, 'loops')} ran into the limit repeating themselves, which is easy to draft and flatters every "
         "way of drafting.",
@@ -298,6 +343,19 @@ def _reading(record: Record) -> Html:
 def _settings(record: Record) -> Html:
     versions, temperature = part_of(record, "versions"), record.get("temperature")
     drawn = f"drawn at temperature {number(temperature, 2)}, seed {_num(record, 'seed')}"
+    where: dict[str, object] = {
+        "Block size": _num(record, "block_size"),
+        "Device": f"{_text(record, 'device')}, {_text(record, 'dtype')}",
+        "Kernel": _text(record, "kernel"),
+    }
+    if _is_served(record):
+        each = "each answer's own counts" if record.get("acceptance_source") == "requests" else "/metrics"
+        where = {
+            "Server": _text(record, "url"),
+            "Without drafts": _text(record, "baseline_url", "not given"),
+            "Drafted": f"{_num(record, 'num_speculative_tokens')} tokens a verification at most",
+            "Counted by": each,
+        }
     return facts(
         {
             "Target": _text(record, "target"),
@@ -306,13 +364,15 @@ def _settings(record: Record) -> Html:
             "Thinking": _text(record, "thinking"),
             "Answers": f"up to {_num(record, 'max_new_tokens')} tokens, "
             + (drawn if is_number(temperature) and temperature > 0 else "greedy"),
-            "Block size": _num(record, "block_size"),
             "Tokens and rounds": f"{_num(record, 'generated_tokens')} tokens, {_num(record, 'rounds')} rounds",
-            "Device": f"{_text(record, 'device')}, {_text(record, 'dtype')}",
-            "Kernel": _text(record, "kernel"),
+            **where,
             "Versions": ", ".join(f"{name} {_text(versions, name)}" for name in versions) or MISSING,
         }
     )
+
+
+def _is_served(record: Record) -> bool:
+    return record.get("engine") == "vllm"
 
 
 def _records(record: Record, name: str) -> list[Mapping[str, Any]]:

@@ -4,8 +4,8 @@ A checkpoint is a folder ``checkpoints/step-00001234`` with the drafter's weight
 moments, what else is needed to go on bit for bit, and a manifest with sizes and SHA-256 that is written last. It is
 written beside its place, synced, renamed, and only then pointed to by ``latest`` (and ``best``).
 
-A run is locked, so one thread of one process changes the folder: the writer of `saver.Saver`, or whoever calls `save`.
-Anybody may read.
+A run is locked, so one thread of one process changes the folder: the writer of `saver.Saver`, or whoever calls `save`;
+but for the link `best`, which `evaluations` moves where it decides. Anybody may read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -186,17 +186,25 @@ def point(folder: Path, name: str, place: Path) -> None:
     sync(folder)
 
 
-def retain(folder: Path, written: Path, keep_last: int, keep_every: int | None) -> None:
+def retain(
+    folder: Path,
+    written: Path,
+    keep_last: int,
+    keep_every: int | None,
+    pinned: Callable[[], Collection[str]] = frozenset,
+) -> None:
     """Remove checkpoints older than the last few, except milestones and those that a link points to.
 
     What is damaged counts for nothing and goes once it is old; what cannot be removed is told.
 
     Args:
         written: The one just written, which stays in any case.
+        pinned: Names of others that stay for now. A link may be made to one before it is let go of, from any thread.
     """
     try:
+        in_use = pinned()  # before the links are looked at: one that is let go of meanwhile has its link by then
         steps = [(step, place) for step, place in _steps(folder) if not place.is_symlink()]
-        kept = {written.name, *_pointed(folder)}
+        kept = {written.name, *in_use, *_pointed(folder)}
         last = next((step for step, place in steps if place == written), math.inf)  # later ones are of a lost timeline
         complete = sorted(step for step, place in steps if step <= last and (place == written or _is_whole(place)))
         oldest = min(complete[-keep_last:], default=0)
@@ -221,6 +229,11 @@ def newest(folder: Path) -> Path | None:
         else:
             return place
     return None
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps whose checkpoint is there with all its files, in order; what is in them is not read. Raises: OSError."""
+    return sorted(step for step, place in _steps(folder) if not place.is_symlink() and _is_whole(place))
 
 
 def verify(place: Path) -> None:

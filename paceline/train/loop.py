@@ -16,6 +16,7 @@ from paceline.control.run_folder import RunFolder
 from paceline.control.steering import Steering
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import CheckpointError, DataError, PacelineError, PipelineError
+from paceline.files import explain
 from paceline.models.draft import DFlashDrafter
 from paceline.pipeline.coordinator import Coordinator, Ledger
 from paceline.pipeline.local import FeatureStream, MakeFeatures, Maker, open_stream
@@ -25,7 +26,8 @@ from paceline.profiling.verdict import Verdict, Window
 from paceline.records import StepResult, StepSums
 from paceline.train import checkpoint
 from paceline.train.checkpoint import TrainState
-from paceline.train.metrics import MetricsLog, amend
+from paceline.train.evaluations import Evaluations, Measured
+from paceline.train.metrics import MetricsLog, amend, join
 from paceline.train.saver import Saver
 from paceline.train.step import PendingResult, TrainStep
 
@@ -39,6 +41,9 @@ BAD_BATCHES_FILE = "bad_batches.jsonl"
 
 DIVERGED = 4
 """Batches in a row that are not finite: the weights are to blame then, and not worth a checkpoint."""
+
+AWAIT_S = 0.5
+"""Seconds between looks at evaluations that are waited for; a stop is obeyed within that."""
 
 MAX_WINDOWS = 2048
 """Steps kept one by one for that; longer ago, neighbours are joined."""
@@ -56,6 +61,12 @@ class Progress(Protocol):
     def judged(self, verdict: Verdict) -> None:
         """What limits the pipeline, as far as is known by now."""
 
+    def measured(self, measured: Measured, is_best: bool) -> None:
+        """The checkpoint of an earlier step has been evaluated."""
+
+    def phase(self, text: str) -> None:
+        """Something else than training is being done."""
+
 
 @dataclass(frozen=True)
 class _Launched:
@@ -66,7 +77,7 @@ class _Launched:
         step: Updates done with this one.
         numbers: Its micro-batches.
         queue: Batches that were waiting.
-        is_measured, is_saved: What is to follow, apart from what the result gives cause for.
+        is_measured, is_saved, is_evaluated: What is to follow, apart from what the result gives cause for.
     """
 
     result: PendingResult
@@ -77,6 +88,7 @@ class _Launched:
     queue: int
     is_measured: bool
     is_saved: bool
+    is_evaluated: bool
 
 
 class _NotFinite(Exception):
@@ -103,6 +115,7 @@ class TrainReport:
         put_wait_s, get_wait_s: Seconds targets were blocked by a full queue (summed) and the drafter by an empty one.
         skipped_batches: Micro-batches left out in the whole run: nothing was to be learnt, or something not finite.
         best_acceptance_length: Best on the held-out rows; None without any.
+        best_measured_acceptance_length, best_measured_step: Best that evaluations beside training found; None without.
         ledger: Micro-batches of this process, as `paceline.pipeline.coordinator.Ledger` has them.
         verdict: What limited the pipeline, as `paceline.profiling.verdict.Verdict` has it.
     """
@@ -116,15 +129,25 @@ class TrainReport:
     get_wait_s: float
     skipped_batches: int
     best_acceptance_length: float | None
+    best_measured_acceptance_length: float | None
+    best_measured_step: int | None
     ledger: dict[str, int]
     verdict: dict[str, Any]
 
 
-def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState, allowed: Collection[str] = ()) -> TrainState:
+def restore(
+    run: RunFolder,
+    trainer: TrainStep,
+    fresh: TrainState,
+    allowed: Collection[str] = (),
+    *,
+    validation_chooses: bool = True,
+) -> TrainState:
     """Load the newest complete checkpoint of the run into the trainer, or start fresh if it has none.
 
     Args:
         allowed: Keys that were allowed to change (`--allow-change`): what follows from them may differ.
+        validation_chooses: Whether `best` is the best on the held-out rows.
     Raises: CheckpointError if the run was trained with another target, other data or other batches, or if all
         checkpoints are damaged.
     """
@@ -156,7 +179,9 @@ def restore(run: RunFolder, trainer: TrainStep, fresh: TrainState, allowed: Coll
                 "another version"
             )
     checkpoint.load_training(place, trainer.drafter, trainer.optimizer, is_started=state.step > 0)
-    if state.best_step is not None:  # the process may have died between saving it and pointing to it
+    if (
+        validation_chooses and state.best_step is not None
+    ):  # the process may have died between saving it and pointing to it
         best = checkpoint.place_of(run.checkpoints, state.best_step)
         if best.is_dir():
             try:
@@ -188,6 +213,8 @@ class TrainLoop:
         source_of: Where a data set row comes from, ``FILE:LINE``.
         saves_first: Save before the first step, as something has changed that checkpoints tell of.
         track: Takes each line of ``metrics.jsonl``.
+        track_added: Takes the step of a line, and what is added to it later.
+        evaluations: Beside training; they choose `best` then.
     """
 
     def __init__(
@@ -206,6 +233,8 @@ class TrainLoop:
         source_of: Callable[[int], str] = str,
         saves_first: bool = False,
         track: Callable[[dict[str, Any]], None] = lambda line: None,
+        track_added: Callable[[int, dict[str, Any]], None] = lambda step, added: None,
+        evaluations: Evaluations | None = None,
     ) -> None:
         self.run_folder = run
         self.resolved = resolved
@@ -219,7 +248,9 @@ class TrainLoop:
         self.should_stop = should_stop
         self.source_of = source_of
         self._saves_first = saves_first
-        self.track = track
+        self.track, self.track_added = track, track_added
+        self.evaluations = evaluations
+        self._to_join: dict[int, dict[str, Any]] = {}
         self.step = state.step
         self.next_batch = state.next_batch
         self.skipped_batches = state.skipped_batches
@@ -261,6 +292,7 @@ class TrainLoop:
         self._between = between
         improved = self._make_up_measurement() if self._start.owes_measurement else False
         metrics = MetricsLog(self.run_folder.metrics_file, self.step)
+        self._take_up_evaluations()
         self._show_progress()
         stages.set_gauge("first_step", self.step)
         stages.set_gauge("started_ns", time.monotonic_ns())
@@ -271,20 +303,28 @@ class TrainLoop:
                 ending = None
                 while ending is None:
                     ending = self._run_stream(metrics)
+                seconds = time.perf_counter() - started
+                if ending == "finished" and self.step > 0:
+                    self._await_evaluations(metrics)
+                self._take_measured(metrics)
         finally:
             metrics.close()
+            self._join(self._to_join)
         if ending == "finished" and self.step == 0:
             raise DataError(f"nothing was to be learnt from any of {self.skipped_batches} batches: no step was made")
+        best = self.evaluations.best if self.evaluations else None
         return TrainReport(
             ending=ending,
             step=self.step,
             total_steps=self.resolved.total_steps,
             tokens=self._totals.tokens,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             put_wait_s=self._totals.put_wait_s,
             get_wait_s=self._totals.get_wait_s,
             skipped_batches=self.skipped_batches,
             best_acceptance_length=self.best,
+            best_measured_acceptance_length=best.acceptance_length if best else None,
+            best_measured_step=best.step if best else None,
             ledger=asdict(self.ledger()),
             verdict=self._judge().record(),
         )
@@ -299,6 +339,49 @@ class TrainLoop:
         if line := amend(self.run_folder.metrics_file, self.step, found):
             self.track(line)
         return improved
+
+    def _take_up_evaluations(self) -> None:
+        """Lines that lack what was measured get it, while nothing else writes the file."""
+        if self.evaluations is None:
+            return
+        is_over = self.step >= self.resolved.total_steps or self.next_batch >= self.resolved.end_batch
+        found = self.evaluations.begin(self.step, is_over)
+        self._join({step: measured.line() for step, measured in found.items()}, self.evaluations.waiting())
+
+    def _join(self, found: dict[int, dict[str, Any]], awaited: Collection[int] = ()) -> None:
+        try:
+            if found or awaited:
+                join(self.run_folder.metrics_file, found, awaited)
+        except OSError as error:  # they are in files of their own as well
+            log.warning("%s lacks what was measured: %s", self.run_folder.metrics_file, explain(error))
+
+    def _take_measured(self, metrics: MetricsLog) -> None:
+        """Add what evaluations have found to the lines of their steps."""
+        if self.evaluations is None:
+            return
+        for measured in self.evaluations.take():
+            line = measured.line()
+            with stages.LOG:
+                if not metrics.add(measured.step, line):
+                    self._to_join[measured.step] = line
+                self.track_added(measured.step, line)
+                self.progress.measured(measured, is_best=self.evaluations.best == measured)
+
+    def _await_evaluations(self, metrics: MetricsLog) -> None:
+        """All is trained and saved: what is left is to evaluate it, until a stop is asked for."""
+        if self.evaluations is None:
+            return
+        self.evaluations.ask(self.step)
+        if steps := self.evaluations.waiting():
+            self.progress.phase(f"evaluating step {', '.join(map(str, steps))}; a stop leaves it to `paceline resume`")
+        while self.evaluations.is_busy:
+            if self.should_stop() is not None:
+                log.warning("step %d is not evaluated: `paceline resume` makes it up", self.evaluations.waiting()[-1])
+                return
+            self._between()
+            with stages.VALIDATE:  # that it is entered again and again tells the watchdog that the run moves
+                self.evaluations.wait(AWAIT_S)
+            self._take_measured(metrics)
 
     def _run_stream(self, metrics: MetricsLog) -> str | None:
         """Train on batches in order; None where some have to be made again, as one of them is not finite."""
@@ -340,6 +423,7 @@ class TrainLoop:
         self._settled_at, self._stream = time.perf_counter(), stream
         for features in stream:
             self._between()
+            self._take_measured(metrics)
             if (reason := self.should_stop()) is not None:
                 self._settle(0, metrics)
                 return reason
@@ -468,10 +552,12 @@ class TrainLoop:
         self._weights_are_whole = True
         is_last = self.step >= self.resolved.total_steps or self.next_batch >= self.resolved.end_batch
         every = self.steering.config.checkpoint.every_steps
+        is_evaluated = self.evaluations is not None and self.evaluations.is_due(self.step, is_last)
         launched = _Launched(
             result, sums, before, self.step, numbers, queue,
             is_measured=self.validate is not None and (is_last or self.step % self.config.eval.validate_every == 0),
-            is_saved=is_last or self.step % every == 0 or self.steering.wants_save(),
+            is_saved=is_last or is_evaluated or self.step % every == 0 or self.steering.wants_save(),
+            is_evaluated=is_evaluated,
         )  # fmt: skip
         self._launched.append(launched)
         self._settle(0 if launched.is_measured or launched.is_saved else self.trainer.depth, metrics)
@@ -538,8 +624,12 @@ class TrainLoop:
                 improved = self._measure(self.validate, line)
         finally:
             with stages.LOG:
-                metrics.write(line)  # also when measuring fails: the step has been made, and will be saved
+                metrics.write(
+                    line, has_room=launched.is_evaluated
+                )  # also when measuring fails: the step has been made, and will be saved
                 self.track(line)
+        if launched.is_evaluated and self.evaluations is not None:
+            self.evaluations.expect(line["step"])
         if improved or launched.is_saved:
             self._save(metrics, is_best=improved)
         if "validation_acceptance_length" in line or self._saved_step == line["step"]:
@@ -573,7 +663,7 @@ class TrainLoop:
         )
 
     def _measure(self, validate: Validate, line: dict[str, Any]) -> bool:
-        """Add the acceptance length on the held-out rows to the step's line; whether it is the best so far."""
+        """Add the acceptance length on the held-out rows to the step's line; whether `best` is to point there."""
         with stages.VALIDATE:
             acceptance = validate(self.trainer.drafter)
         self._owes_measurement = acceptance is None
@@ -583,7 +673,7 @@ class TrainLoop:
         improved = self.best is None or acceptance.length > self.best
         if improved:
             self.best, self.best_step = acceptance.length, self.step
-        return improved
+        return improved and self.evaluations is None
 
     def _save(self, metrics: MetricsLog, *, is_best: bool = False) -> None:
         """Hand the present state to the saver; the lines of its steps reach the disk before it does."""

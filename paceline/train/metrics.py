@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from paceline.errors import CheckpointError
 from paceline.files import explain, sync, write_atomically
 
 log = logging.getLogger(__name__)
+
+ROOM = 128
+"""Blanks at the end of a line that something is to be added to."""
 
 
 class MetricsLog:
@@ -40,11 +43,28 @@ class MetricsLog:
                 path,
                 _ranges(missing),
             )
+        self._path = path
         self._log = LineLog(path, stays_open=True)
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Append one step and hand it to the kernel, so that a killed process loses none."""
-        self._log.write(line)
+    def write(self, line: dict[str, Any], *, has_room: bool = False) -> None:
+        """Append one step and hand it to the kernel, so that a killed process loses none.
+
+        Args:
+            has_room: Leave blanks at its end, for `add`.
+        """
+        self._log.write(line, ROOM if has_room else 0)
+
+    def add(self, step: int, found: dict[str, Any]) -> bool:
+        """Add to the line of a step in place, whatever was appended since; whether it is there now.
+
+        The file stays as long as it is, so that nothing that writes or reads it is in the way. Where the line is not in
+        the file (the disk takes none), has no room or cannot be written, `join` may do it later.
+        """
+        try:
+            return _add_in_place(self._path, step, found)
+        except OSError as error:
+            log.warning("%s: the line of step %d cannot be added to: %s", self._path, step, explain(error))
+            return False
 
     def sync(self) -> None:
         """Force the lines to the disk, so that a checkpoint is never ahead of them; from any thread.
@@ -83,6 +103,41 @@ def amend(path: Path, step: int, found: dict[str, Any]) -> dict[str, Any] | None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written to: {explain(error)}") from error
     return lines[-1]
+
+
+def join(path: Path, found: Mapping[int, dict[str, Any]], awaited: Collection[int] = ()) -> None:
+    """Add to the lines of steps, and leave room in those that are added to later; while nobody has the file open.
+
+    What is right as it is stays untouched. Raises: OSError; the file is as it was then.
+    """
+    texts, has_changed = [], False
+    for text, line in _lines(path):
+        step = line["step"]
+        new = line | found.get(step, {})
+        lacks_room = step in awaited and not text.endswith(b" " * ROOM + b"\n")
+        if new != line or lacks_room:
+            text = json.dumps(new).encode() + b" " * (ROOM if step in awaited else 0) + b"\n"
+            has_changed = True
+        texts.append(text)
+    if has_changed:
+        write_atomically(path, b"".join(texts).decode())
+
+
+def _add_in_place(path: Path, step: int, found: dict[str, Any]) -> bool:
+    """Raises: OSError. One write within a line: whoever looks sees it with or without."""
+    data = b"\n" + path.read_bytes()
+    start = max(data.rfind(b'\n{"step": %d%s' % (step, after)) for after in (b",", b"}")) + 1
+    end = data.find(b"\n", start)
+    if start == 0 or end < 0:
+        return False
+    new = json.dumps(json.loads(data[start:end]) | found).encode()
+    if len(new) > end - start:
+        return False
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        return os.pwrite(descriptor, new.ljust(end - start), start - 1) == end - start
+    finally:
+        os.close(descriptor)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,7 @@ class Saver:
         keep: `checkpoint.keep_last` and `checkpoint.keep_every` as they are now.
         on_saved: Told step and folder of each checkpoint that is on the disk, in the writing thread.
         on_failed: Told step and reason of each failed write, in the writing thread.
+        pinned: Names of checkpoints that are not to be removed now, as `checkpoint.retain` has it.
 
     Attributes:
         saved_step: Step of the last checkpoint that this saver has written.
@@ -127,7 +128,9 @@ class Saver:
         keep: Callable[[], tuple[int, int | None]],
         on_saved: Callable[[int, Path], None],
         on_failed: Callable[[int, str], None],
+        pinned: Callable[[], Collection[str]] = frozenset,
     ) -> None:
+        self._pinned = pinned
         self._folder, self._drafter, self._optimizer = folder, drafter, optimizer
         self._keep, self._on_saved, self._on_failed = keep, on_saved, on_failed
         self.saved_step: int | None = None
@@ -272,7 +275,7 @@ class Saver:
 
     def _retain(self, written: Path) -> None:
         keep_last, keep_every = self._keep()
-        checkpoint.retain(self._folder, written, keep_last, keep_every)
+        checkpoint.retain(self._folder, written, keep_last, keep_every, self._pinned)
 
     def _fail(self, handed: _Handed, error: Exception) -> None:
         step = handed.state.step

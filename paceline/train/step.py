@@ -10,10 +10,7 @@ one step later, shapes never change, and a small drafter is replayed from a CUDA
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 from paceline.config import Kernels, Loss, Optim
 from paceline.dflash.acceptance import leading_hits
 from paceline.kernels.attention import BlockLayout, attend_per_document
+from paceline.kernels.compiled import run_compiled
 from paceline.kernels.flash4 import FlashMasks, attend_flash4, why_not_flash4
 from paceline.kernels.flash4 import load as load_flash4
 from paceline.kernels.flex import BlockMasks, attend_flex, why_not_flex
@@ -301,20 +299,6 @@ class TrainStep:
 def _copy_of(tensor: Tensor) -> Tensor:
     """A copy with the same strides, which compiled code is made for."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def run_compiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a part of the drafter compiled, with fixed shapes; layers share their code, and attention is a part of its
-    own, as its kernels take longest to compile."""
-    owner = getattr(function, "__self__", None)
-    if owner is None:
-        return _compiled(function)(*args)
-    return _compiled(function.__func__)(owner, *args)  # type: ignore[attr-defined]  # a method
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def _choose_attention(

@@ -46,6 +46,10 @@ WANDB_FILE = "wandb.json"
 """In the run folder: project and id of the Weights & Biases run, so that a resumed run goes on with it."""
 
 
+ADDED_STEP = "measured_step"
+"""Weights & Biases: the step of what was found later."""
+
+
 class Tracker(Protocol):
     """One place to log to."""
 
@@ -55,6 +59,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log the numbers of a step."""
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Log what was found of a step when later ones have been logged."""
 
     def finish(self, failed: bool) -> None:
         """The run is over."""
@@ -76,6 +83,8 @@ class TensorBoard:
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    add = log
 
     def finish(self, failed: bool) -> None:
         self._writer.close()
@@ -108,11 +117,23 @@ class WandB:
         self.next_step: int = step + 1 if self._run.offline else self._run.starting_step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        self._added: dict[str, float] = {}
+        self._has_axis: set[str] = set()
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log({**values, "step": step}, step=step, commit=True)
+        added, self._added = self._added, {}
+        self._run.log({**added, **values, "step": step}, step=step, commit=True)
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """In the next row, over a step of their own: rows that are logged take no more."""
+        for name in values.keys() - self._has_axis:
+            self._run.define_metric(name, step_metric=ADDED_STEP)
+        self._has_axis |= values.keys()
+        self._added = {**values, ADDED_STEP: step}
 
     def finish(self, failed: bool) -> None:
+        if self._added:  # no row comes any more
+            self._run.summary.update(self._added)
         self._run.finish(exit_code=1 if failed else 0)
 
 
@@ -161,6 +182,11 @@ class Trackers:
         for feed in self._feeds:
             feed.put(line)
 
+    def add(self, step: int, found: dict[str, Any]) -> None:
+        """Take what has been added to the line of an earlier step."""
+        for feed in self._feeds:
+            feed.put(found | {"step": step}, is_added=True)
+
     def close(self, failed: bool = False) -> None:
         """End them, within `FINISH_S`."""
         deadline = time.monotonic() + FINISH_S
@@ -194,15 +220,15 @@ class _Feed:
     def __init__(self, name: str, tracker: Tracker, done: Sequence[dict[str, Any]]) -> None:
         self._name, self._tracker, self._next_step = name, tracker, tracker.next_step
         self._done = [line for line in done if line["step"] >= self._next_step]
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._lines: queue.Queue[tuple[dict[str, Any], bool] | None] = queue.Queue(MAX_WAITING)
         self._has_dropped = self._failed = False
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, line: dict[str, Any]) -> None:
+    def put(self, line: dict[str, Any], is_added: bool = False) -> None:
         try:
-            self._lines.put_nowait(dict(line))
+            self._lines.put_nowait((dict(line), is_added))
         except queue.Full:
             if not self._has_dropped:
                 self._has_dropped = True
@@ -225,8 +251,12 @@ class _Feed:
             try:
                 for made_up in self._done:
                     self._log(made_up)
-                while (line := self._next()) is not None:
-                    self._log(line)
+                while (item := self._next()) is not None:
+                    line, is_added = item
+                    if is_added:
+                        self._tracker.add(line["step"], numbers(line))
+                    else:
+                        self._log(line)
                 self._tracker.finish(self._failed)
             except Exception as error:  # whatever it is, the run is worth more
                 log.warning("%s logs no more: %s: %s", self._name, type(error).__name__, error)
@@ -237,7 +267,7 @@ class _Feed:
         if line["step"] >= self._next_step:
             self._tracker.log(line["step"], numbers(line))
 
-    def _next(self) -> dict[str, Any] | None:
+    def _next(self) -> tuple[dict[str, Any], bool] | None:
         """The next line; None at the end."""
         if self._is_ending.is_set() and self._lines.empty():
             return None

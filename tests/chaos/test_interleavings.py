@@ -12,10 +12,12 @@ from tests.chaos.interleavings import ENDS, FAILS, LEAVES, STOPS, Found, Setting
 SHORT = [
     Setting(targets=1, batches=3, queue_depth=1),
     Setting(targets=1, batches=4, queue_depth=3, min_ready=2, max_batches=1),
-    Setting(targets=2, batches=3, queue_depth=2, min_ready=2, faults=(FAILS, ENDS, LEAVES)),
-    Setting(targets=2, batches=3, queue_depth=3, max_batches=1, faults=(FAILS, STOPS)),
+    Setting(targets=2, batches=2, queue_depth=2, min_ready=2, faults=(FAILS, ENDS, LEAVES)),
+    Setting(targets=2, batches=2, queue_depth=3, max_batches=1, faults=(FAILS, STOPS)),
 ]
 LONG = [
+    Setting(targets=2, batches=3, queue_depth=2, min_ready=2, faults=(FAILS, ENDS, LEAVES)),
+    Setting(targets=2, batches=3, queue_depth=3, max_batches=1, faults=(FAILS, STOPS)),
     Setting(targets=1, batches=4, queue_depth=2, min_ready=2),
     Setting(targets=2, batches=3, queue_depth=1),
     Setting(targets=2, batches=4, queue_depth=2),

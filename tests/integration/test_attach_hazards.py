@@ -167,7 +167,6 @@ def test_what_is_neither_a_number_nor_a_run_is_refused(tmp_path: Path) -> None:
         code, said = command("profile", "attach", what)
         assert code == 1 and "wanted" in said or "give the run.dir" in said, (what, said)
         assert "\n" not in said.strip()
-    check_refused(paceline(tmp_path / "file"), "is no folder")
 
 
 def test_a_suspicion_or_a_thread_that_there_is_not_is_refused(hog: subprocess.Popen[str]) -> None:
@@ -217,7 +216,8 @@ def test_a_place_that_cannot_be_written_is_said_in_one_line(hog: subprocess.Pope
         assert code == 1 and "there is no folder" in said
         code, said = command("profile", "attach", hog.pid, option, tmp_path)
         assert code == 1 and "is a folder" in said
-    check_refused_at_the_end(hog, "/proc/a.json", "cannot be written")
+    code, said = command("profile", "attach", hog.pid, "--seconds", 1, "--json", "/proc/a.json")
+    assert code == 1 and "/proc/a.json cannot be written" in said
 
 
 def check_refused_at_the_end(hog: subprocess.Popen[str], place: object, *parts: str) -> None:
@@ -316,7 +316,7 @@ def test_a_stopped_process_is_reported_and_left_stopped() -> None:
     with running("gil_hog.py", "0.8") as process:
         process.send_signal(signal.SIGSTOP)
         until(lambda: states(process.pid) == {"T"})
-        report = look(process.pid, Wish(2.0, allow_pause=True))
+        report = look(process.pid, Wish(1.0, allow_pause=True))
         assert states(process.pid) == {"T"}
         assert report.conclusion.cause == "" and "stopped" in report.conclusion.line
         assert f"kill -CONT {process.pid}" in report.conclusion.next
@@ -338,7 +338,7 @@ def test_a_process_under_another_tracer_is_read_and_not_stopped() -> None:
             assert tracer.stdout is not None and tracer.stderr is not None
             if tracer.stdout.readline() != "ready\n":
                 pytest.skip(f"no process may be traced here: {tracer.stderr.read().strip().splitlines()[-1:]}")
-            report = look(process.pid, Wish(2.0, allow_pause=True))
+            report = look(process.pid, Wish(1.0, allow_pause=True))
             levels = {level.id: level for level in report.levels}
             for id in ("4", "4b"):
                 assert not levels[id].ok and f"tracer (pid {tracer.pid}" in levels[id].reason
@@ -357,7 +357,7 @@ def test_three_hundred_threads_are_looked_at_in_time() -> None:
     with running("many_threads.py", "300") as process:
         until(lambda: len(thread_ids(process.pid)) == 301)
         before, began = os.times(), time.monotonic()
-        report = look(process.pid, Wish(3.0))
+        report = look(process.pid, Wish(2.0))
         took, after = time.monotonic() - began, os.times()
     assert len([thread for thread in report.threads if thread.pid == process.pid]) == 301
     assert sum(thread.name.startswith("many-") for thread in report.threads) == 299
@@ -365,7 +365,7 @@ def test_three_hundred_threads_are_looked_at_in_time() -> None:
     assert critical.name == "working"
     assert took < 30.0
     spent = sum(after[:4]) - sum(before[:4])
-    assert spent < 3.0 * 3.0, "the tools took more than three cores"
+    assert spent < 3.0 * 2.0, "the tools took more than three cores"
 
 
 # Our own end.
@@ -390,8 +390,17 @@ def wait_for_tools(process: subprocess.Popen[str], pid: int, pause: bool) -> Non
     time.sleep(0.3)
 
 
-@pytest.mark.parametrize("pause", [False, True], ids=["first window", "native stacks"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("number", "pause"),
+    [
+        pytest.param(signal.SIGINT, False, id="SIGINT-first window"),
+        pytest.param(signal.SIGINT, True, id="SIGINT-native stacks"),
+        pytest.param(signal.SIGTERM, False, id="SIGTERM-first window"),
+        pytest.param(signal.SIGTERM, True, id="SIGTERM-native stacks", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, False, id="SIGKILL-first window"),
+        pytest.param(signal.SIGKILL, True, id="SIGKILL-native stacks"),
+    ],
+)
 def test_a_look_that_is_ended_leaves_nothing_behind(
     number: signal.Signals, pause: bool, hog: subprocess.Popen[str], tmp_path: Path
 ) -> None:

@@ -211,7 +211,7 @@ def test_a_lock_convoy_needs_native_stacks_and_is_found_by_them() -> None:
     """Python stacks cannot tell a wait for a lock from work: undecided, and what to measure next. Native ones can."""
     with running("lock_convoy.py") as process:
         before = look_at(process.pid, 2.0, thread="convoy-1").report
-        after = look_at(process.pid, 2.0, thread="convoy-1", allow_pause=True, budget=0.3, native_seconds=5.0).report
+        after = look_at(process.pid, 2.0, thread="convoy-1", allow_pause=True, budget=0.3, native_seconds=3.0).report
     assert before.conclusion.cause == "" and judged(before, "lock").outcome == "undecided"
     assert before.conclusion.next and before.conclusion.next_s > 0 and "next" in before.conclusion.line
     level = after.level("4")
@@ -233,6 +233,7 @@ def test_a_thread_without_a_cpu_is_starved_for_as_long_as_the_kernel_says() -> N
     assert looked.report.conclusion.cause == "cpu-starvation"
 
 
+@pytest.mark.slow
 def test_a_training_loop_on_the_cpu_is_compute() -> None:
     """Of plain PyTorch, in its main thread, nothing to do with the GIL or with a GPU."""
     pytest.importorskip("torch")
@@ -270,9 +271,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled_driver(tmp_path_factory.mktemp("driver"))
 
 
-def look_natively(pid: int, thread: str, seconds: float) -> Looked:
+def look_natively(pid: int, thread: str, seconds: float, native_seconds: float = 8.0) -> Looked:
     """With native stacks; skips where there are none."""
-    looked = look_at(pid, seconds, thread=thread, allow_pause=True, budget=0.4, native_seconds=8.0)
+    looked = look_at(pid, seconds, thread=thread, allow_pause=True, budget=0.4, native_seconds=native_seconds)
     level = looked.report.level("4")
     assert level is not None
     if not level.ok or not level.in_verdict:
@@ -317,7 +318,7 @@ def test_pure_launches_are_launch_overhead_and_no_synchronisation(driver: Path) 
 def test_pure_waits_are_synchronisation(driver: Path) -> None:
     """All of the time in waits for the stream; whether the device is busy meanwhile is unknown, and is asked next."""
     with running("fake_cuda.py", str(driver), "0", "waiting") as process:
-        report = look_natively(process.pid, "waiting", SECONDS).report
+        report = look_natively(process.pid, "waiting", 2.0, 4.0).report
     assert report.observations["critical.sync"].value > 0.9
     assert judged(report, "launch-overhead").outcome == "refuted"
     if report.level("5") is None or not report.level("5").ok:  # type: ignore[union-attr]

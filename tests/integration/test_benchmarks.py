@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,15 @@ def test_the_cpu_benchmark_runs(tmp_path: Path) -> None:
     assert min(result["target_tok_per_s"], result["drafter_tok_per_s"], result["blocks_per_s"]) > 0
 
 
-def test_the_packing_benchmark_runs(tmp_path: Path) -> None:
-    """On few rows it writes every figure, with the command that made them."""
+def test_the_packing_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On few rows it writes every figure, with the command that made them; the first one from a process of its own."""
+    apart, parts = packing._apart, []
+
+    def first_apart(work: Any, *arguments: Any) -> Any:
+        parts.append(work)
+        return apart(work, *arguments) if len(parts) == 1 else work(*arguments)
+
+    monkeypatch.setattr(packing, "_apart", first_apart)
     result = packing.main(["--rows", "2000", "--out", str(tmp_path / "packing.json")])
     assert (tmp_path / "packing.json").is_file()
     assert result["command"] == f"python -m benchmarks.packing --rows 2000 --out {tmp_path / 'packing.json'}"
@@ -132,11 +140,12 @@ def test_a_peer_that_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         assert found["with_target"]["median_ms"] > 0
 
 
-def test_the_step_benchmark_runs(tmp_path: Path) -> None:
+def test_the_step_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU at a tiny shape it trains, and writes what it timed."""
     out = tmp_path / "step.json"
-    command = [sys.executable, "-m", "benchmarks.step", "--cases", "tiny", "--device", "cpu", "--out", str(out)]
-    subprocess.run([*command, "--seconds", "0.01", "--warmup", "0"], check=True, cwd=ROOT, capture_output=True)
+    options = ["--cases", "tiny", "--device", "cpu", "--out", str(out), "--seconds", "0.01", "--warmup", "0"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.step", *options])
+    step.main()
     case = json.loads(out.read_text())["cases"]["tiny"]
     assert case["loss"][1] < case["loss"][0] and case["tok_per_s"] > 0 and case["useful_tflop"] > 0
     assert str(tmp_path) not in out.read_text()

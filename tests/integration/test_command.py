@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from paceline.config import dump_config
+from paceline.models.target import Target
 from tests.toy import Toy
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +30,28 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
-def run(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, cwd: Path = ROOT) -> CompletedProcess[str]:
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=PATIENCE_S, env=environment(), cwd=cwd
     )
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., CompletedProcess[str]]:
+    """`run` in this process, which has imported everything."""
+    from paceline.cli.main import run as command_line
+
+    def run_here(*arguments: object) -> CompletedProcess[str]:
+        capfd.readouterr()
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ending:
+            patch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+            patch.setenv("HF_HUB_OFFLINE", "1")
+            patch.setenv("COLUMNS", "200")
+            command_line()
+        shown = capfd.readouterr()
+        return CompletedProcess(sys.argv, int(ending.value.code or 0), shown.out, shown.err)
+
+    return run_here
 
 
 def run_file(toy: Toy, folder: Path, *overrides: str) -> Path:
@@ -40,47 +61,44 @@ def run_file(toy: Toy, folder: Path, *overrides: str) -> Path:
     return path
 
 
-def test_train_resume_and_export_from_the_command_line(toy: Toy, tmp_path: Path) -> None:
-    """A run trains, is gone on with by `train`, `resume` finds nothing left, and its drafter exports."""
+def test_train_resume_and_export_from_the_command_line(
+    toy: Toy, tmp_path: Path, here: Callable[..., CompletedProcess[str]]
+) -> None:
+    """A run trains in a process of its own, is gone on with by `train`, `resume` finds nothing left, and it exports."""
     file = run_file(toy, tmp_path, "run.max_steps=4")
     first = run("train", file, "--json")
     assert first.returncode == 0, first.stderr
     assert json.loads(first.stdout)["ending"] == "finished"
-    again = run("train", file)
+    again = here("train", file)
     assert again.returncode == 0 and "finished at step 4 of 4" in again.stdout
-    resumed = run("resume", tmp_path / "run", "--json")
+    resumed = here("resume", tmp_path / "run", "--json")
     assert resumed.returncode == 0 and json.loads(resumed.stdout)["tokens"] == 0
-    exported = run("export", tmp_path / "run", "--format", "zlab", "--out", tmp_path / "export")
+    exported = here("export", tmp_path / "run", "--format", "zlab", "--out", tmp_path / "export")
     assert exported.returncode == 0 and '"num_speculative_tokens": 3' in exported.stdout
     assert (tmp_path / "export" / "config.json").is_file()
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(toy: Toy, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    toy: Toy, tmp_path: Path, here: Callable[..., CompletedProcess[str]]
+) -> None:
     """--dry-run resolves every auto, shows the memory by part, and makes no run folder."""
-    result = run("train", run_file(toy, tmp_path), "--dry-run", "--json")
+    result = here("train", run_file(toy, tmp_path), "--dry-run", "--json")
     plan = json.loads(result.stdout)
     assert plan["config"]["draft"]["mask_token_id"] == 267
     assert plan["plan"]["steps"] > 0 and plan["memory"]["total_gib"] > 0
     assert not (tmp_path / "run").exists()
 
 
-def test_a_failing_role_ends_with_its_traceback_and_exit_code_1(toy: Toy, tmp_path: Path) -> None:
+def test_a_failing_role_ends_with_its_traceback_and_exit_code_1(
+    toy: Toy, tmp_path: Path, here: Callable[..., CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A role's failure prints the original traceback, then role and batch."""
-    program = (
-        "import sys; from paceline.models.target import Target\n"
-        "def features(self, tokens, cache=None): raise RuntimeError('toy failure 7')\n"
-        "Target.features = features\n"
-        "from paceline.cli.main import main; main()"
-    )
-    file = run_file(toy, tmp_path)
-    result = subprocess.run(
-        [sys.executable, "-c", program, "train", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=environment(),
-        cwd=ROOT,
-    )
+
+    def features(self: Target, *_: object) -> None:
+        raise RuntimeError("toy failure 7")
+
+    monkeypatch.setattr(Target, "features", features)
+    result = here("train", run_file(toy, tmp_path))
     assert result.returncode == 1
     assert "Traceback" in result.stderr and "toy failure 7" in result.stderr
     said, where = result.stderr.splitlines()[-2:]
@@ -111,23 +129,17 @@ def test_mistakes_are_answered(
     tmp_path: Path,
     arguments: list[str],
     parts: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    here: Callable[..., CompletedProcess[str]],
 ) -> None:
     """Each mistake gives a message with what was seen and what to do, no traceback, and nothing half-written."""
-    from paceline.cli.main import run as command_line
-
     file = run_file(toy, tmp_path)
 
     def fill(text: str) -> str:
         return text.format(tmp=tmp_path, file=file, target=toy.target)
 
-    monkeypatch.setattr(sys, "argv", ["paceline", *map(fill, arguments)])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit) as ending:
-        command_line()
-    err = capfd.readouterr().err
-    assert ending.value.code in (1, 2)
+    result = here(*map(fill, arguments))
+    err = result.stderr
+    assert result.returncode in (1, 2)
     assert "Traceback" not in err
     assert [part for part in map(fill, parts) if part not in err] == [], err
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run") == ["run.yaml"]

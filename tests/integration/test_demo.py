@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,15 @@ def stopping(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.fixture(autouse=True)
-def _small(stopping: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _small(stopping: Path) -> Iterator[None]:
     """The toy target in place of the real one, and less of everything."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_small(stopping, monkeypatch)
+        yield
+
+
+def make_small(stopping: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assets, "demo_target", lambda: stopping)
     monkeypatch.setattr(budget, "MIN_CONVERSATIONS", 12)
     monkeypatch.setattr(budget, "EPOCHS", 2)
@@ -65,9 +71,17 @@ def demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Demo:
     return run
 
 
-def test_the_demo_leaves_what_it_promises(demo: Demo, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def finished(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a demo that went through."""
+    out = tmp_path_factory.mktemp("finished") / "demo"
+    module.demo(out, minutes=0.05, as_json=True)
+    return out
+
+
+def test_the_demo_leaves_what_it_promises(finished: Path) -> None:
     """demo.json has every figure, outputs are identical, and run, report, export and data are there."""
-    record, out = demo(), tmp_path / "demo"
+    record, out = json.loads((finished / "demo.json").read_text()), finished
     figures = {
         "acceptance_length",
         "baseline_tok_per_s",
@@ -99,11 +113,11 @@ def test_the_demo_leaves_what_it_promises(demo: Demo, tmp_path: Path) -> None:
     assert "n-gram" in page and f"{record['speedup']:.2f}" in page
 
 
-def test_what_was_calibrated_is_what_was_used(demo: Demo, tmp_path: Path) -> None:
+def test_what_was_calibrated_is_what_was_used(finished: Path) -> None:
     """The run has the threads and the type that were measured, and the block is the one that was expected to pay."""
-    record = demo()
+    record = json.loads((finished / "demo.json").read_text())
     chosen = record["calibration"]
-    config = (tmp_path / "demo" / "run" / "config.yaml").read_text()
+    config = (finished / "run" / "config.yaml").read_text()
     assert f"threads: {chosen['threads']}" in config and f"dtype: {chosen['dtype']}" in config
     assert list(chosen["verify_ms"]) == [str(k) for k in range(1, 17)]
     expected = chosen["expected_speedup_by_block"]
@@ -134,26 +148,24 @@ def test_an_interrupted_demo_goes_on(demo: Demo, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "demo" / "plan.json").read_text() == plan
 
 
-@pytest.mark.parametrize("phase", ["_calibrate", "_prepare", "_export"])
-def test_an_interruption_at_any_other_moment_costs_nothing(
-    demo: Demo, monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
-    """Ctrl-C in a phase that has no step to finish: the same command starts there again."""
+def test_an_interruption_at_any_other_moment_costs_nothing(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a phase that has no step to finish, three times: the same command starts there again."""
 
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module, phase, interrupt)
-        with pytest.raises(SystemExit) as ending:
-            demo()
-    assert ending.value.code == 130
+    for phase in ("_calibrate", "_prepare", "_export"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, phase, interrupt)
+            with pytest.raises(SystemExit) as ending:
+                demo()
+        assert ending.value.code == 130
     assert demo()["lossless"] is True
 
 
-def test_another_demo_in_the_same_folder_is_refused(demo: Demo, tmp_path: Path) -> None:
+def test_another_demo_in_the_same_folder_is_refused(demo: Demo, finished: Path, tmp_path: Path) -> None:
     """Other settings would mix two demos; a second process would disturb the first."""
-    demo()
+    shutil.copytree(finished, tmp_path / "demo", symlinks=True)
     with pytest.raises(ConfigError, match=r"other settings \(minutes: 0.05, now 0.1\): choose another --out"):
         demo(minutes=0.1)
     with module.locked(tmp_path / "demo" / "demo.lock", ConfigError):
@@ -161,9 +173,9 @@ def test_another_demo_in_the_same_folder_is_refused(demo: Demo, tmp_path: Path) 
             demo()
 
 
-def test_a_damaged_plan_is_named(demo: Demo, tmp_path: Path) -> None:
+def test_a_damaged_plan_is_named(demo: Demo, finished: Path, tmp_path: Path) -> None:
     """A plan that cannot be read is no reason to train another way in the same folder."""
-    demo()
+    shutil.copytree(finished, tmp_path / "demo", symlinks=True)
     (tmp_path / "demo" / "plan.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"plan\.json cannot be read"):
         demo()

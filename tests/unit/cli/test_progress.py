@@ -129,3 +129,16 @@ def test_there_may_be_no_stream_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not stream.isatty() and stream.encoding == "utf-8"
     with pytest.raises(io.UnsupportedOperation):
         stream.fileno()
+
+
+def test_what_was_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The step that it is of, and whether it is the best so far."""
+    from paceline.train.evaluations import Measured
+
+    progress = TrainProgress()
+    progress.measured(Measured(40, 2.345, 0, {}), is_best=True)
+    progress.measured(Measured(60, 2.1, 0, {}), is_best=False)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["step 40 accepts 2.35 when decoding, the best so far", "step 60 accepts 2.10 when decoding"]
+    TrainProgress(quiet=True).measured(Measured(40, 2.345, 0, {}), is_best=True)
+    assert capsys.readouterr().err == ""

@@ -268,3 +268,11 @@ def test_all_is_well_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture)
             log.sync()
         log.close()
     assert read(tmp_path / "log") == [0, 1, 2] and not caplog.records
+
+
+def test_room_is_left_within_the_line(tmp_path: Path) -> None:
+    """Blanks stand before the line's end, where a reader of JSON passes over them."""
+    lines = LineLog(tmp_path / "lines.jsonl")
+    lines.write({"step": 1}, room=5)
+    lines.write({"step": 2})
+    assert (tmp_path / "lines.jsonl").read_bytes() == b'{"step": 1}     \n{"step": 2}\n'

@@ -215,6 +215,7 @@ def test_a_killed_run_leaves_the_old_data_set_and_no_processes(tmp_path: Path, r
         deadline = time.monotonic() + 60
         while len(workers) < 2 and time.monotonic() < deadline:
             workers = {pid for pid in children(process.pid) if b"spawn_main" in command_line(pid)}
+            time.sleep(0.02)
         process.kill()
         process.wait()
         while any(b"spawn_main" in command_line(pid) for pid in workers) and time.monotonic() < deadline:
@@ -248,6 +249,7 @@ def test_an_interrupted_run_ends_at_once_and_says_what_became_of_it(
         deadline = time.monotonic() + 60
         while not (workers := [p for p in children(process.pid) if b"spawn_main" in command_line(p)]):
             assert time.monotonic() < deadline
+            time.sleep(0.02)
         for number in numbers:
             os.killpg(process.pid, number)
             time.sleep(0.05)

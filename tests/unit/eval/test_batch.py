@@ -16,6 +16,7 @@ from paceline.eval.decode import CachedTarget, plain_decode, speculative_decode
 from paceline.eval.evaluate import packed_copy
 from paceline.eval.sampling import Sampling
 from paceline.models.draft import DFlashDrafter
+from tests import tiny
 from tests.unit.eval import learnt
 
 LIMIT = 16
@@ -104,10 +105,33 @@ def test_the_last_position_can_be_used(
         assert answer.tokens == plain_decode(alone, prompt, room, ()).tokens
 
 
-def test_a_recurrent_target_is_refused(target_folder: Callable[[str], str]) -> None:
-    """Rows of a recurrent state cannot go back on their own, so such a target is an error that says what to do."""
-    with pytest.raises(ModelError, match="without --batch"):
-        BatchTarget.load(target_folder("qwen3_5"), learnt.LAYER_IDS)
+def test_rows_of_a_hybrid_target_are_the_answers_alone(
+    batch_target: Callable[[str], BatchTarget],
+    cached_target: Callable[[str], CachedTarget],
+    trained_drafter: Callable[..., DFlashDrafter],
+    many: list[list[int]],
+) -> None:
+    """Recurrent states hold no padding and go back row by row: tokens, accepted drafts and ends are those alone."""
+    alone, target, drafter = cached_target("qwen3_5"), batch_target("qwen3_5"), trained_drafter("qwen3_5")
+    stop_ids = {plain_decode(alone, many[1], LIMIT, ()).tokens[9]}
+    run = decode_batch(target, BatchDrafter(drafter, target, 5), many, LIMIT, stop_ids, 4)
+    plain = decode_batch(target, None, many, LIMIT, stop_ids, 4)
+    for number, prompt in enumerate(many):
+        wanted = speculative_decode(alone, drafter, prompt, LIMIT, stop_ids)
+        assert run.answers[number].tokens == plain.answers[number].tokens == wanted.tokens
+        assert run.answers[number].num_accepted_tokens == wanted.num_accepted_tokens
+    accepted = [answer.num_accepted_tokens for answer in run.answers]
+    assert len(set(map(tuple, accepted))) > 1 and 0 < sum(map(sum, accepted))
+
+
+def test_a_recurrent_layer_without_a_known_mixer_is_refused(cached_target: Callable[[str], CachedTarget]) -> None:
+    """A state whose mixer cannot be run again cannot go back, and such a target is an error that says so."""
+    model = tiny.causal_lm("qwen3_5")
+    layer = model.get_decoder().layers[0]
+    layer.other_mixer = layer.linear_attn
+    del layer.linear_attn
+    with pytest.raises(ModelError, match="no `linear_attn` mixer"):
+        BatchTarget(model, cached_target("qwen3_5").shape, ())
 
 
 def test_a_block_that_was_not_trained_is_refused(
@@ -160,11 +184,12 @@ def test_batch_sizes(largest: int, sizes: list[int]) -> None:
     assert batch_sizes(largest) == sizes
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_features_of_a_row_are_those_of_a_fresh_forward(
-    batch_target: Callable[[str], BatchTarget], cached_target: Callable[[str], CachedTarget]
+    family: str, batch_target: Callable[[str], BatchTarget], cached_target: Callable[[str], CachedTarget]
 ) -> None:
     """After rows went back by unequal numbers of tokens, states and logits are as if the others had never been."""
-    target, alone = batch_target("llama"), cached_target("llama")
+    target, alone = batch_target(family), cached_target(family)
     with torch.inference_mode():
         _, features = target.admit([[1, 2, 3], [7, 8, 9, 10, 11]])
         target.append([[4, 5, 6], [12, 13, 14]])

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from paceline.eval import decode as module
-from paceline.eval import lean
+from paceline.eval import structure
 from paceline.eval.decode import CachedTarget, plain_decode
 from paceline.eval.lean import LEAN, LeanForward
 from paceline.kernels import packed_linear
@@ -287,4 +287,4 @@ def test_a_model_that_the_caller_keeps_is_left_as_it_was(target_folder: Callable
 
 def test_the_probe_is_short_enough_for_tiny_models() -> None:
     """Its length is far below the positions of any target."""
-    assert lean.PROBE_PROMPT + lean.PROBE_BLOCK + packed_linear.MIN_ROWS < 64
+    assert structure.PROBE_PROMPT + structure.PROBE_BLOCK + packed_linear.MIN_ROWS < 64

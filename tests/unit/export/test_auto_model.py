@@ -26,6 +26,11 @@ KINDS = {
     "full": {},
     "causal": {"is_causal": True},
     "mixed": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6},
+    "mixed causal": {
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 6,
+        "is_causal": "sliding",
+    },
     "narrow": {"layer_types": SLIDING, "sliding_window": 3},
     "sliding causal": {"layer_types": SLIDING, "sliding_window": 3, "is_causal": True},
     "yarn": {

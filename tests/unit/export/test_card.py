@@ -100,3 +100,24 @@ def test_text_of_others_stays_in_its_cell() -> None:
     assert "\n# Heading" not in card and "evil # Heading \\| yes" in card and "a\\|b c" in card
     with pytest.raises(ConfigError, match="--license 'mit\\\\n---'"):
         card_of(license_id="mit\n---")
+
+
+def test_an_evaluation_beside_training_is_told() -> None:
+    """Its acceptance, prompts and rule stand before the number of the held-out rows; a difference is not hidden."""
+    record = {
+        "acceptance_length": 2.3456,
+        "mismatches": 0,
+        "prompts": 24,
+        "max_new_tokens": 256,
+        "step": 40,
+        "dtype": "float32",
+        "prompt_files": ["those that come with Paceline"],
+        "acceptance_rule": "tokens / forwards",
+    }
+    card = card_of(Provenance(evaluation=record, acceptance_length=3.5, step=40))
+    found = card[card.index("## Measured") : card.index("## How to serve it")]
+    assert "**2.346** by decoding 24 prompts that come with Paceline greedily, at most 256 tokens each" in found
+    assert "no answer differed" in found and "Definition: tokens / forwards." in found
+    assert found.index("2.346") < found.index("**3.500**")
+    card = card_of(Provenance(evaluation=record | {"mismatches": 2, "prompt_files": ["/home/me/x.jsonl"]}))
+    assert "**2 answers differed**" in card and "24 prompts of the trainer's own" in card and "/home/me" not in card

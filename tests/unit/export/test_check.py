@@ -19,6 +19,7 @@ from paceline.export.zlab import export_zlab
 from paceline.models.target import Target
 from tests import tiny
 from tests.toy import ASSETS
+from tests.unit.export.test_weights import sharded
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -111,7 +112,7 @@ DRAFTED = "proposal_methods[0].speculative_tokens"
         ("zlab", {}, put("", "architectures", ["Other"]), "error", "architectures"),
         ("zlab", {}, drop("", "is_causal"), "warning", "is_causal"),
         ("zlab", SLIDING, drop("", "is_causal"), "warning", "is_causal"),
-        ("zlab", MIXED, drop("", "is_causal"), "error", "is_causal"),
+        ("zlab", MIXED, drop("", "is_causal"), "warning", "is_causal"),
         ("zlab", {}, put("", "is_causal", "no"), "error", "is_causal"),
         ("zlab", {}, drop("", "layer_types"), "warning", "layer_types"),
         ("zlab", SLIDING, drop("", "layer_types"), "error", "layer_types"),
@@ -183,6 +184,34 @@ def test_copies_of_the_target_s_matrices_are_told(target: str, facts: TargetFact
     tensors["embed_tokens.weight"] = torch.zeros(272, 16, dtype=torch.bfloat16)
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     assert "embed_tokens.weight" in found(folder, facts, "error")
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_layers_of_unlike_causality_are_told(layout: str, target: str, facts: TargetFacts, tmp_path: Path) -> None:
+    """Causal sliding layers beside bidirectional full ones: the z-lab layout's default, an error in speculators."""
+    if layout == "zlab":
+        folder = folder_of("zlab", target, tmp_path, **MIXED, is_causal="sliding")
+        assert not found(folder, facts, "error")
+        assert {"is_causal", "layer_types"} <= found(folder, facts, "warning")
+        return
+
+    def change(config: dict[str, Any]) -> None:
+        config["sliding_window_non_causal"] = False
+        del config[LAYER]["is_causal"]
+
+    folder = folder_of("speculators", target, tmp_path, change, **MIXED)
+    assert found(folder, facts, "error") == {"sliding_window_non_causal"}
+
+
+def test_shards_are_looked_into(target: str, facts: TargetFacts, tmp_path: Path) -> None:
+    """Weights in shards are checked as those of one file; what the index does not hold is an error under its name."""
+    folder = folder_of("zlab", target, tmp_path)
+    whole = found(folder, facts, "warning")
+    shards = sharded(folder)
+    assert not found(folder, facts, "error")
+    assert found(folder, facts, "warning") == whole
+    (folder / shards[0]).unlink()
+    assert {shards[0], "fc.weight"} <= found(folder, facts, "error")
 
 
 def test_uses_of_tokens_come_from_the_tokenizer(target: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import files
+from paceline.cli.evaluate import export_drafter
 from paceline.errors import ModelError
 from paceline.export.fingerprint import (
     Fingerprint,
@@ -27,6 +29,7 @@ from paceline.models.target import Target
 from tests import tiny
 
 SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6}
+MIXED_CAUSAL = SLIDING | {"layer_types": ("full_attention", "sliding_attention"), "is_causal": "sliding"}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def stages(recorded: Fingerprint, drafter: DFlashDrafter, folder: str) -> set[st
     return {m.stage for m in [*compare_drafter(bare, drafter), *compare_target(bare, drafter, target)]}
 
 
-@pytest.mark.parametrize("fields", [{}, {"is_causal": True}, SLIDING, SLIDING | {"is_causal": True}])
+@pytest.mark.parametrize("fields", [{}, {"is_causal": True}, SLIDING, SLIDING | {"is_causal": True}, MIXED_CAUSAL])
 def test_the_decode_path_matches_what_training_recorded(fields: dict[str, Any], folder: str, tmp_path: Path) -> None:
     """Written from the trained weights, read from an export in bfloat16: nothing differs, and it is small."""
     drafter = tiny.drafter(tiny.draft_shape(**fields))
@@ -69,6 +72,10 @@ def test_the_decode_path_matches_what_training_recorded(fields: dict[str, Any], 
         ({"mask_token_id": 266}, "embedding"),
         ({"rope": {"rope_type": "default", "rope_theta": 1e6}}, "layer 0"),
         ({"is_causal": True}, "layer 0"),
+        (
+            {"is_causal": "sliding", "layer_types": ("full_attention", "sliding_attention"), "sliding_window": 64},
+            "layer 1",
+        ),
         ({"block_size": 5}, "layer 0"),
         (SLIDING, "layer 0"),
     ],
@@ -120,10 +127,14 @@ def test_settings_are_named() -> None:
 
 
 def test_settings_have_one_form() -> None:
-    """What layouts write differently and mean alike is equal: no rope type, a whole vocabulary, an unused window."""
+    """What layouts write differently and mean alike is equal: no rope type, a whole vocabulary, an unused window,
+    a flag for sliding layers where there are none."""
     plain = settings_of(tiny.draft_shape())
     other = tiny.draft_shape(
-        rope={"rope_theta": 10000.0, "factor": None}, draft_vocab_size=tiny.VOCAB, sliding_window=9
+        rope={"rope_theta": 10000.0, "factor": None},
+        draft_vocab_size=tiny.VOCAB,
+        sliding_window=9,
+        is_causal="sliding",
     )
     assert settings_of(other) == plain
 
@@ -135,6 +146,29 @@ def test_taps_have_to_be_the_recorded_ones(folder: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"dtype": "nonsense"}', encoding="utf-8")
     with pytest.raises(ModelError, match="no dtype"):
         write_fingerprint(tmp_path, tiny.drafter())
+
+
+def test_an_export_takes_its_place_with_its_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process killed before the swap leaves the old export whole, and beside it a folder that lacks nothing."""
+    first, second = tiny.drafter(), tiny.drafter(tiny.draft_shape(is_causal=True))
+    place, _ = export_drafter(first, tmp_path / "out", "zlab", "bfloat16", None)
+    before = {file.name: file.read_bytes() for file in place.iterdir()}
+
+    def killed(partial: Path, target: Path) -> None:
+        assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+        recorded = read_fingerprint(partial)
+        assert recorded is not None and not compare_drafter(recorded, load_zlab(partial))
+        assert {file.name for file in partial.iterdir()} == before.keys()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "swap", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export_drafter(second, place, "zlab", "bfloat16", None)
+    assert {file.name: file.read_bytes() for file in place.iterdir()} == before
+    export_drafter(second, place, "zlab", "bfloat16", None)
+    recorded = read_fingerprint(place)
+    assert recorded is not None and recorded.settings["is_causal"] is True
 
 
 def test_a_bfloat16_target_is_told_from_a_neighbouring_layer(folder: str) -> None:

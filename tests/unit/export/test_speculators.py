@@ -269,6 +269,7 @@ def test_a_folder_as_target_is_written_whole(target: Target, target_folder: Path
         ({"kind": "other"}, "draft.kind=other"),
         ({"is_causal": True}, "draft.is_causal=true with full-attention layers"),
         (MIXED | {"is_causal": True}, "draft.is_causal=true with full-attention layers"),
+        (MIXED | {"is_causal": "sliding"}, "causal sliding layers beside bidirectional full ones .*--format zlab"),
         ({"target_layer_ids": (1, 4)}, "layer 4 is the last one"),
         ({"target_layer_ids": (3, 1)}, "ascending order"),
         ({"rope": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='dynamic'"),
@@ -345,16 +346,17 @@ def test_the_targets_depth_is_looked_up(exported: Path, target_folder: Path) -> 
         ({}, False),
         ({"layer_types": None}, False),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}, True),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}, "sliding"),
     ],
 )
-def test_causality_of_others_is_that_of_the_package(layer: dict[str, Any], causal: bool, exported: Path) -> None:
+def test_causality_of_others_is_that_of_the_package(layer: dict[str, Any], causal: bool | str, exported: Path) -> None:
     """The flag is about sliding layers alone: full ones are bidirectional whatever it says."""
     edit(
         exported,
         lambda c: [c["transformer_layer_config"].pop("is_causal"), c["transformer_layer_config"].update(layer)],
     )
     edit(exported, lambda c: c.update(sliding_window_non_causal=False))
-    assert load_speculators(exported).shape.is_causal is causal
+    assert load_speculators(exported).shape.is_causal == causal
 
 
 @pytest.mark.parametrize(

@@ -223,14 +223,31 @@ def test_block_size_is_read_from_either_place(exported: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer_types", "is_causal"), [(["full_attention"] * 2, False), (["sliding_attention"] * 2, True)]
+    ("layer_types", "is_causal"),
+    [
+        (["full_attention"] * 2, False),
+        (["sliding_attention"] * 2, True),
+        (["sliding_attention", "full_attention"], "sliding"),
+    ],
 )
 def test_causality_that_is_not_written_follows_the_layers(
-    layer_types: list[str], is_causal: bool, exported: Path
+    layer_types: list[str], is_causal: bool | str, exported: Path
 ) -> None:
     """Without is_causal, full layers are bidirectional and sliding ones causal, as engines read older folders."""
     edit(exported, lambda config: config.pop("is_causal") or config.update(layer_types=layer_types))
-    assert load_zlab(exported).shape.is_causal is is_causal
+    shape = load_zlab(exported).shape
+    assert shape.is_causal == is_causal
+    assert [shape.visibility(i).causal for i in (0, 1)] == [kind == "sliding_attention" for kind in layer_types]
+
+
+def test_causality_that_differs_by_layer_is_not_written(tmp_path: Path) -> None:
+    """Causal sliding layers beside bidirectional full ones have no key; where all layers agree it is a plain flag."""
+    drafter = drafter_of(replace(SHAPE, is_causal="sliding"))
+    folder = export_zlab(drafter, tmp_path / "out")
+    assert not {"is_causal", "causal"} & {*config_of(folder), *config_of(folder)["dflash_config"]}
+    assert load_zlab(folder).shape == drafter.shape
+    sliding = replace(SHAPE, is_causal="sliding", layer_types=("sliding_attention",) * 2)
+    assert config_of(export_zlab(drafter_of(sliding), tmp_path / "sliding"))["is_causal"] is True
 
 
 @pytest.mark.parametrize(
@@ -241,7 +258,6 @@ def test_causality_that_is_not_written_follows_the_layers(
         (lambda c: c["dflash_config"].pop("mask_token_id"), "no mask_token_id"),
         (lambda c: c["dflash_config"].update(target_layer_ids=None), "no target_layer_ids"),
         (lambda c: c["dflash_config"].update(selector_rank=256), "selector_rank"),
-        (lambda c: c.pop("is_causal"), "no is_causal"),
         (lambda c: c.update(sliding_window=None), "no sliding_window"),
         (lambda c: c.update(attention_bias=True), "attention_bias=True"),
         (lambda c: c.pop("head_dim"), "no head_dim"),

@@ -49,3 +49,12 @@ def test_taps_are_transformers_own_states(family: str, tmp_path: Path) -> None:
     assert tap_differences(target) == {1: 0.0, 3: 0.0}
     target.layer_ids = (0, 2)
     assert min(tap_differences(target).values()) > 0.05
+
+
+def test_the_comparison_leaves_the_layers_as_they_were(tmp_path: Path) -> None:
+    """Transformers' hooks that list hidden states go again: with them a layer could not be compiled."""
+    target = tiny.target("llama", tmp_path / "target", layer_ids=(1, 3))
+    before = [dict(module._forward_hooks) for module in target._trunk.modules()]
+    first = tap_differences(target)
+    assert [dict(module._forward_hooks) for module in target._trunk.modules()] == before
+    assert tap_differences(target) == first

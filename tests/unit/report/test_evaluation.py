@@ -192,3 +192,63 @@ def test_any_field_may_be_missing_or_of_another_type(key: str) -> None:
     without = {name: value for name, value in RECORD.items() if name != key}
     for record in (without, {**RECORD, key: HOSTILE}, {**RECORD, key: [HOSTILE]}, {**RECORD, key: {HOSTILE: HOSTILE}}):
         check(evaluation_page(record))
+
+
+SERVED: dict[str, Any] = {
+    "engine": "vllm",
+    "url": "http://here:8000",
+    "target": "Toy-1B",
+    "draft": "the drafter at http://here:8000",
+    "prompts": 40,
+    "max_new_tokens": 96,
+    "temperature": 0.0,
+    "num_speculative_tokens": 3,
+    "acceptance_length": 2.31,
+    "acceptance_rule": "1 + accepted / verifications",
+    "acceptance_source": "counters",
+    "acceptance_per_position": [0.51, 0.69, 0.71],
+    "accepted_counts": [50, 30, 15, 5],
+    "rounds": 100,
+    "speculative_tok_per_s": 29.8,
+    "first_token_s": {"median": 0.31, "longest": 0.92},
+    "speedup": None,
+    "lossless": None,
+    "mismatches": None,
+    "not_measured": {"speedup": "needs --baseline-url"},
+    "warnings": ["others were there"],
+}
+
+
+def test_a_server_measured_alone_claims_no_speedup() -> None:
+    """What a server does not tell has no row; what was not compared is not called lossless, and the reason is there."""
+    text = check(evaluation_page(SERVED)).text()
+    assert "2.31 tokens a forward" in text and "the speed" not in text.split("How far")[0]
+    assert "not compared with plain decoding" in text and "answers were not compared" in text
+    assert "Not measured: speedup; needs --baseline-url." in text and "others were there" in text
+    assert "http://here:8000" in text and "not given" in text and "/metrics" in text
+    assert "decoded plainly" not in text and "took turns" not in text and "share the noise" not in text
+    assert "Kernel" not in text and "Block size" not in text
+
+
+def test_a_server_beside_one_without_drafts_is_compared() -> None:
+    """With a second server speedup, both first tokens and the load are shown."""
+    load = {"batch_size": 4, "tok_per_s": 50.0, "baseline_tok_per_s": 20.0, "speedup": 2.5, "mismatches": 0, "ties": 0}
+    found = {"speedup": 1.7, "baseline_tok_per_s": 17.5, "lossless": True, "baseline_url": "http://there:1"}
+    first = {"baseline_first_token_s": {"median": 0.3, "longest": 0.9}}
+    text = check(evaluation_page(SERVED | found | first | {"concurrency": [load]})).text()
+    assert "1.70×" in text and "29.8 against 17.5 tok/s" in text and "http://there:1" in text
+    assert "decoded plainly 0.30 s and 0.90 s" in text and "Every answer was compared" in text
+    alone = load | {"baseline_tok_per_s": None, "speedup": None, "mismatches": None, "ties": None}
+    assert "Answers were not compared with" in check(evaluation_page(SERVED | {"concurrency": [alone]})).text()
+
+
+@pytest.mark.parametrize("key", SERVED)
+def test_any_field_of_a_server_may_be_missing_or_of_another_type(key: str) -> None:
+    """No field has to be there, nor to be what it should be."""
+    for record in ({k: v for k, v in SERVED.items() if k != key}, SERVED | {key: "x"}, SERVED | {key: [{}]}):
+        check(evaluation_page(record))
+
+
+def test_tables_keep_within_a_narrow_screen() -> None:
+    """Tables of six columns have rules of their own for phones."""
+    assert "@media (max-width: 40rem)" in evaluation_page(RECORD)

@@ -350,6 +350,22 @@ def test_old_checkpoints_go_except_those_pointed_to(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == (tmp_path / "step-00000004").resolve()
 
 
+def test_what_is_in_use_stays_for_now(tmp_path: Path) -> None:
+    """A pinned checkpoint outlives later ones; one that got its link while it was let go of is never without either."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    last = checkpoint.place_of(tmp_path, 3)
+
+    def let_go() -> set[str]:
+        checkpoint.point(tmp_path, "best", checkpoint.place_of(tmp_path, 1))
+        return set()
+
+    checkpoint.retain(tmp_path, last, 1, None, lambda: {"step-00000001"})
+    assert checkpoint.complete_steps(tmp_path) == [1, 3]
+    checkpoint.retain(tmp_path, last, 1, None, let_go)
+    assert checkpoint.complete_steps(tmp_path) == [1, 3]
+
+
 def test_links_of_somebody_else_hold_too(tmp_path: Path) -> None:
     """What anybody has linked to in the folder stays."""
     (tmp_path / "golden").symlink_to(save(tmp_path, 1).name)

@@ -7,13 +7,14 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from paceline.control import lines as line_files
 from paceline.errors import CheckpointError
 from paceline.train import metrics
-from paceline.train.metrics import MetricsLog, lines_until, read_metrics
+from paceline.train.metrics import MetricsLog, join, lines_until, read_metrics
 from tests.toy import Toy, train
 
 
@@ -164,3 +165,78 @@ def test_a_run_goes_on_while_its_small_files_cannot_be_written(
     assert {event["step"] for event in events if event["event"] == "checkpoint"} >= {5, 10, 12}
     warned = [record.getMessage() for record in caplog.records if "metrics.jsonl" in record.getMessage()]
     assert len(warned) == 2 and os.strerror(number) in warned[0] and "written again" in warned[1]
+
+
+def test_a_line_is_added_to_after_later_ones(tmp_path: Path) -> None:
+    """What is found late stands in its step's line; no other line changes, and a reader that follows loses none."""
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    with open_when_there(log, path) as follower:
+        for step in range(2, 6):
+            log.write({"step": step, "loss": 0.5}, has_room=step in (2, 4))
+        before = path.read_bytes()
+        assert log.add(2, {"measured": 1.0 / 3}) and log.add(4, {"measured": 2.5}) and log.add(4, {"measured": 2.25})
+        log.write({"step": 6, "loss": 0.5})
+        assert follower.read() == path.read_text()
+    log.close()
+    found = {line["step"]: line.get("measured") for line in read_metrics(path)}
+    assert found == {1: None, 2: 1.0 / 3, 3: None, 4: 2.25, 5: None, 6: None}
+    assert len(path.read_bytes().splitlines()[1]) == len(before.splitlines()[1])
+    MetricsLog(path, 6).close()  # a resumed run takes them as they are
+    assert {line["step"]: line.get("measured") for line in read_metrics(path)} == found
+
+
+def open_when_there(log: MetricsLog, path: Path) -> TextIO:
+    log.write({"step": 1, "loss": 0.5})
+    return open(path)
+
+
+def test_what_has_no_place_is_joined_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A line without room, one that is not there and a file that cannot be written stay as they are, until `join`."""
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    log.write({"step": 1, "loss": 0.5})
+    log.write({"step": 2, "loss": 0.5}, has_room=True)
+    before = path.read_bytes()
+    assert not log.add(1, {"measured": 2.0}) and not log.add(3, {"measured": 2.0})
+    assert not log.add(2, {"measured": "x" * metrics.ROOM})
+    assert path.read_bytes() == before
+    path.unlink()
+    assert not log.add(2, {"measured": 2.0}) and "step 2 cannot be added to: No such file" in caplog.text
+    path.write_bytes(before)
+    log.close()
+    join(path, {1: {"measured": 2.0}, 9: {"measured": 3.0}})
+    assert [line.get("measured") for line in read_metrics(path)] == [2.0, None]
+
+
+def test_room_is_made_where_something_is_awaited(tmp_path: Path) -> None:
+    """A file that an earlier process wrote without room has it then, and one that is right is not written again."""
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3])
+    join(path, {1: {"measured": 1.5}}, awaited=[2])
+    inode = path.stat().st_ino
+    join(path, {1: {"measured": 1.5}}, awaited=[2])
+    assert path.stat().st_ino == inode
+    log = MetricsLog(path, 3)
+    assert log.add(2, {"measured": 2.5}) and not log.add(3, {"measured": 2.5})
+    log.close()
+    assert [line.get("measured") for line in read_metrics(path)] == [1.5, 2.5, None]
+
+
+def test_lines_that_wait_for_the_disk_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the disk takes none, adding to one says that it is not there, and all of them follow later."""
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    log.write({"step": 1}, has_room=True)
+    monkeypatch.setattr(os, "write", refuse)
+    log.write({"step": 2}, has_room=True)
+    assert log.add(1, {"measured": 1.5}) and not log.add(2, {"measured": 2.5})
+    monkeypatch.undo()
+    log.sync()
+    assert log.add(2, {"measured": 2.5})
+    log.close()
+    assert [line.get("measured") for line in read_metrics(path)] == [1.5, 2.5]
+
+
+def refuse(descriptor: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")

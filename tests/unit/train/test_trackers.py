@@ -39,6 +39,7 @@ class FakeRun:
         self.starting_step, self.offline = starting_step, offline
         self.logged: list[dict[str, Any]] = []
         self.metrics: list[tuple[str, str | None]] = []
+        self.summary: dict[str, Any] = {}
         self.exit_codes: list[int] = []
         self.threads: set[str] = set()
         self.released = threading.Event()
@@ -340,3 +341,28 @@ def test_nothing_asked_for_is_nothing_done(tmp_path: Path) -> None:
         none.log({"step": 1, "loss": 1.0})
         assert threading.active_count() == before
     assert not list(folder.path.iterdir())
+
+
+def test_what_is_found_later_has_its_step(wandb: FakeWandB, tmp_path: Path) -> None:
+    """Also below the first step of a resumed run: TensorBoard shows it there; W&B over an axis of its own, in the next
+    row or, after the last one, in the summary.
+    """
+    folder = run_folder(tmp_path)
+    with Trackers(Tracking(tensorboard=True, wandb="drafters"), folder, 10, {}) as each:
+        each.log({"step": 11, "loss": 1.0})
+        each.add(4, {"measured_acceptance_length": 2.5})
+        each.log({"step": 12, "loss": 0.5})
+        each.log({"step": 13, "loss": 0.25})
+        each.add(12, {"measured_acceptance_length": 2.75})
+    assert scalars(folder.path) == {
+        "loss": [(11, 1.0), (12, 0.5), (13, 0.25)],
+        "measured_acceptance_length": [(4, 2.5), (12, 2.75)],
+    }
+    [run] = wandb.runs
+    assert run.logged == [
+        {"step": 11, "loss": 1.0},
+        {"step": 12, "loss": 0.5, "measured_acceptance_length": 2.5, "measured_step": 4},
+        {"step": 13, "loss": 0.25},
+    ]
+    assert run.metrics[2:] == [("measured_acceptance_length", "measured_step")]
+    assert run.summary == {"measured_acceptance_length": 2.75, "measured_step": 12}

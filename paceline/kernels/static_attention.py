@@ -1,0 +1,59 @@
+"""Attention over reserved room: keys and values stand at fixed addresses, and a mask says which of them count.
+
+What a decoding step needs to be replayed from a CUDA graph: neither shapes nor addresses change while the sequence
+grows. Shape letters: R query rows, C positions of the room that are read, N query heads, M key/value heads, H head
+size.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+BUCKET = 512
+"""Positions that are read at least; then twice as many, and so on, as the sequence grows."""
+
+
+def bucket_of(num_positions: int) -> int:
+    """Positions that a step over a sequence of this length reads: `BUCKET` times a power of two."""
+    bucket = BUCKET
+    while bucket < num_positions:
+        bucket *= 2
+    return bucket
+
+
+def attend_static(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Softmax attention of a few rows over the room; every key is read once for all query heads that share it.
+
+    Args:
+        query: ``[R, N, H]``, rotated.
+        key, value: ``[C, M, H]``; N is a multiple of M. What no row sees may hold anything finite.
+        visible: bool ``[R, C]``, at least one key a row.
+    Returns: ``[R, N, H]``.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv, shared = key.shape[1], query.shape[1] // key.shape[1]
+    rows = query.view(num_rows, num_kv, shared, head_dim).permute(1, 2, 0, 3).reshape(num_kv, -1, head_dim)
+    scores = _scores(rows, key.permute(1, 2, 0)).view(num_kv, shared, num_rows, -1)  # [M, N/M, R, C], float32
+    weights = _softmax(query.device.type)(scores, visible, scale, value.dtype).view(num_kv, shared * num_rows, -1)
+    out = torch.bmm(weights, value.transpose(0, 1))  # [M, N/M * R, H]
+    return out.view(num_kv, shared, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)
+
+
+def _scores(rows: Tensor, key: Tensor) -> Tensor:
+    """float32 products; on a GPU they are not rounded to the inputs' type in between."""
+    if rows.device.type == "cuda" and rows.dtype != torch.float32:
+        return torch.bmm(rows, key, out_dtype=torch.float32)
+    return torch.bmm(rows, key).float()
+
+
+def _masked_softmax(scores: Tensor, visible: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    return (scores * scale).masked_fill(~visible, float("-inf")).softmax(-1).to(dtype)
+
+
+@functools.cache
+def _softmax(device: str):  # type: ignore[no-untyped-def]  # one of two functions of one signature
+    """One kernel on a GPU, whatever the length."""
+    return torch.compile(_masked_softmax, fullgraph=True, dynamic=True) if device == "cuda" else _masked_softmax
