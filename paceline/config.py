@@ -48,6 +48,9 @@ class Run(_Section):
     max_bad_batches: int = Field(default=8, ge=0)
     """Micro-batches of one start that may be left out because their features, loss or gradient is not finite; they are
     listed in ``bad_batches.jsonl``. One more ends the run."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times that a process of a role is started again when it dies, with `topology.executor: ray`. After that the run
+    goes on with the others, and ends where none is left."""
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
 
@@ -92,8 +95,8 @@ class Draft(_Section):
     layer_types: Literal["full", "sliding"] | tuple[LayerType, ...] = "full"
     """Attention to the context in each layer: `full`, `sliding`, or one entry a layer."""
     is_causal: Auto | bool | Literal["sliding"] = "auto"
-    """Attention inside a block. auto: bidirectional. sliding: causal in sliding layers and bidirectional in full ones, as
-    some published drafters have it. Written on export, but for sliding, which readers take the key's absence for."""
+    """Attention inside a block. auto: bidirectional. sliding: causal in sliding layers and bidirectional in full ones,
+    as some published drafters have it. Written on export, but for sliding, which readers take the key's absence for."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Context window of sliding layers in tokens: visible iff query - key < window."""
     num_attention_heads: Auto | Count = "auto"
@@ -189,13 +192,19 @@ class Kernels(_Section):
 
 
 class Topology(_Section):
-    executor: Literal["local"] = "local"
-    """`local`: one process, roles are threads."""
+    executor: Literal["local", "ray"] = "local"
+    """local: one process, roles are threads. ray: targets are processes of a Ray cluster, on this host or on many,
+    beside the drafter in this process. Needs the extra `ray`."""
+    address: str | None = None
+    """Ray cluster to use, ``HOST:PORT`` or `auto` (the one of this host). None: one is started here for the run, heard
+    on the loopback device only."""
     layout: Literal["auto", "colocated", "split"] = "auto"
     """colocated: target and drafter in turn. split: target threads beside one drafter. auto: split on the CPU or with
     several targets, else colocated."""
     targets: int = Field(default=1, ge=1)
     """N: target roles."""
+    gpus_per_target: int = Field(default=1, ge=0, le=1)
+    """GPUs of a target's process, with executor `ray`. 0: it shares the drafter's."""
     drafters: int = Field(default=1, ge=1, le=1)
     """M: drafter roles; one on the local executor."""
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
@@ -316,6 +325,7 @@ FREE_TO_CHANGE = (
     "run.stall_s",
     "run.stop_signal",
     "run.max_bad_batches",
+    "run.max_restarts",
     "draft.recompute",
     "kernels",
     "topology",

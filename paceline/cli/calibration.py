@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.train import build_trainer, load_target, resolve_config
+from paceline.cli.train import build_trainer, resolve_config
 from paceline.config import RunConfig
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def _random_drafter(resolved: ResolvedRun) -> DFlashDrafter:
 def _training(resolved: ResolvedRun) -> dict[str, Any]:
     """Features of some batches, and steps on them in either type; the threads are those that were chosen."""
     import torch
+
+    from paceline.train.target import load_target
 
     threads = {"threads": torch.get_num_threads()}
     config = resolved.config.model_copy(update={"topology": resolved.config.topology.model_copy(update=threads)})

@@ -74,14 +74,14 @@ def served_record(
     """Measure at the server; the record without the names of the prompt files. Raises: ConfigError, ServerError."""
     from paceline.cli.evaluate_show import print_load, print_served_prompt
     from paceline.eval.batch import batch_sizes
-    from paceline.eval.engine_server import VllmServer
+    from paceline.eval.engine_server import VllmClient
     from paceline.eval.evaluate import encode_prompts
     from paceline.eval.served import Evaluated, evaluate_served
     from paceline.models.loading import load_tokenizer
 
     assert options.url is not None
-    server = VllmServer(options.url)
-    baseline = None if options.baseline_url is None else VllmServer(options.baseline_url, "--baseline-url")
+    server = VllmClient(options.url)
+    baseline = None if options.baseline_url is None else VllmClient(options.baseline_url, "--baseline-url")
     tokenizer = load_tokenizer(target, revision, trust_remote_code)
     encoded = encode_prompts(messages, tokenizer, None if thinking is None else thinking == "on")
 

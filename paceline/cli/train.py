@@ -13,7 +13,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -26,6 +25,7 @@ from paceline import __version__
 from paceline.cli.initial import initial_of, load_initial
 from paceline.cli.observe import observing
 from paceline.cli.progress import TrainProgress, say
+from paceline.cli.targets import Targets, open_targets
 from paceline.config import (
     Profiling,
     RunConfig,
@@ -40,14 +40,13 @@ from paceline.config import (
 from paceline.control.run_folder import RunFolder
 from paceline.control.signals import StopRequest
 from paceline.control.steering import Steering
-from paceline.errors import CheckpointError, ConfigError, ModelError, PipelineError
+from paceline.errors import CheckpointError, ConfigError, PipelineError
 from paceline.files import explain, sha256
 
 if TYPE_CHECKING:
     from paceline.models.loading import TargetShape
     from paceline.models.target import Target
     from paceline.plan.resolve import ResolvedRun
-    from paceline.records import FeatureBatch
     from paceline.train.checkpoint import TrainState
     from paceline.train.evaluations import Evaluations
     from paceline.train.loop import TrainReport
@@ -204,11 +203,7 @@ def run_training(
 def _train(
     config: RunConfig, progress: TrainProgress, stop: StopRequest, interval_s: float, allowed: Collection[str]
 ) -> TrainReport:
-    import torch
-
     from paceline.eval.validation import Validation
-    from paceline.models.target import FeatureCache
-    from paceline.profiling import stages
     from paceline.train.checkpoint import saved_num_anchors
     from paceline.train.loop import TrainLoop, restore
     from paceline.train.trackers import Trackers, check_packages
@@ -222,27 +217,31 @@ def _train(
         compiles = resolved.config.run.device.startswith("cuda") and resolved.config.kernels.compile
         if compiles:
             progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
-        target = load_target(resolved.config)
-        check_taps(target)
+        if resolved.config.topology.executor == "ray":
+            progress.phase("starting the targets' processes")
+        targets = open_targets(resolved, run, lambda: stop.reason, stack)
+        target = targets.target
         num_anchors = None if "anchors.per_token" in allowed else saved_num_anchors(run.checkpoints)
         if num_anchors is not None:  # a GPU rounds them, a CPU does not
             resolved = dataclasses.replace(resolved, num_anchors=num_anchors)
-        packing = "packed" if target.packed else "per_document"
+        packing = "packed" if targets.packed else "per_document"
         config = resolved.config.model_copy(
             update={"target": resolved.config.target.model_copy(update={"packing": packing})}
         )
         resolved = dataclasses.replace(resolved, config=config)
         trainer = build_trainer(resolved, target)
         measures = config.eval.every_steps is not None
-        state = restore(run, trainer, _fresh_state(resolved, target), allowed, validation_chooses=not measures)
+        state = restore(
+            run, trainer, _fresh_state(resolved, targets.fingerprint), allowed, validation_chooses=not measures
+        )
         trackers = stack.enter_context(Trackers(config.tracking, run, state.step, config.model_dump(mode="json")))
         try:
             run.write_config(config)
-            run.write_json("run.json", _run_record(resolved, target, trainer, state.step))
+            run.write_json("run.json", _run_record(resolved, targets, trainer, state.step))
         except OSError as error:
             raise CheckpointError(f"run.dir {run.path} cannot be written to: {explain(error)}") from error
         run.event("resumed" if state.step else "started", step=state.step, **_changes(allowed))
-        notes = [target.packing_note, target.quantization_note]
+        notes = [targets.packing_note, targets.quantization_note]
         if target.device.type == "cuda":  # on the CPU there is no choice to report
             notes.append(trainer.attention_note)
         if compiles:
@@ -261,27 +260,21 @@ def _train(
                 return "max_hours"
             return stop.reason
 
-        on_cpu = target.device == torch.device("cpu")
-        cache = FeatureCache(int(config.pipeline.feature_cache_gib * 2**30)) if on_cpu else None
         validation = Validation(
             target,
             resolved.dataset,
             resolved.validation_rows,
             num_anchors=resolved.num_anchors,
             dtype=trainer.dtype,
+            document_features=targets.document_features,
         )
-
-        def make_features(number: int) -> FeatureBatch:
-            with stages.READ_BATCH:
-                tokens = resolved.batches.batch(number)
-            return target.features(tokens, cache)
 
         loop = TrainLoop(
             run,
             resolved,
             trainer,
             state,
-            make_features,
+            targets.make_features,
             saver=saver,
             steering=steering,
             validate=(lambda drafter: validation.measure(drafter, should_stop)) if resolved.validation_rows else None,
@@ -289,6 +282,7 @@ def _train(
             should_stop=should_stop,
             source_of=resolved.dataset.source,
             saves_first=bool(allowed) and state.step > 0,
+            open_features=targets.open_stream,
             track=trackers.log,
             track_added=trackers.add,
             evaluations=evaluations,
@@ -324,7 +318,7 @@ def _train(
         return report
 
 
-def _fresh_state(resolved: ResolvedRun, target: Target) -> TrainState:
+def _fresh_state(resolved: ResolvedRun, target_fingerprint: str) -> TrainState:
     from paceline.train.checkpoint import TrainState
 
     return TrainState(
@@ -335,7 +329,7 @@ def _fresh_state(resolved: ResolvedRun, target: Target) -> TrainState:
         num_anchors=resolved.num_anchors,
         best_acceptance_length=None,
         best_step=None,
-        target_fingerprint=target.fingerprint(),
+        target_fingerprint=target_fingerprint,
         data_fingerprint=resolved.dataset.fingerprint,
     )
 
@@ -361,74 +355,6 @@ def explained(error: PipelineError, resolved: ResolvedRun, shape: TargetShape) -
     told = PipelineError(text, role=error.role, batch=error.batch)
     told.__cause__ = error.__cause__
     return told
-
-
-def load_target(config: RunConfig) -> Target:
-    """The frozen target of a resolved configuration, on its device; sets torch up for the run."""
-    import torch
-
-    from paceline.models.draft import drafter_class
-    from paceline.models.target import Target
-
-    torch.set_num_threads(int(config.topology.threads))
-    torch.use_deterministic_algorithms(config.run.deterministic)
-    if config.run.device.startswith("cuda"):
-        if (device := torch.device(config.run.device)).index is not None:
-            torch.cuda.set_device(device)  # events and graphs are the current device's
-        keep_compiled_kernels()
-    if config.run.deterministic:  # cuBLAS is deterministic only with a fixed workspace
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert not isinstance(config.target.layer_ids, str)  # it is resolved
-    return Target.load(
-        config.target.path,
-        layer_ids=config.target.layer_ids,
-        dtype=getattr(torch, config.target.dtype),
-        device=config.run.device,
-        packing=config.target.packing,
-        needs_last_hidden=drafter_class(config.draft.kind).needs_last_hidden,
-        feature_dtype=getattr(torch, config.draft.dtype),
-        revision=config.target.revision,
-        trust_remote_code=config.target.trust_remote_code,
-        kernels=config.kernels if config.run.device.startswith("cuda") else None,
-        row_length=int(config.pipeline.tokens_per_batch),
-        fp8=config.target.fp8,
-    )
-
-
-TAP_TOLERANCE = {("float32", "float32"): 1e-4, ("float32", "bfloat16"): 0.01}
-"""Largest difference of a tap from the target's own hidden state, of the largest value there, by the types in which the
-target computes and taps are delivered; elsewhere 0.1."""
-
-
-def check_taps(target: Target) -> None:
-    """One forward of a few tokens: taps are the hidden states that Transformers lists. Raises: ModelError."""
-    from paceline.models.states import tap_differences
-
-    computed, delivered = (str(each).removeprefix("torch.") for each in (target.dtype, target.feature_dtype))
-    tolerance = TAP_TOLERANCE.get((computed, delivered), 0.1)
-    for layer, difference in tap_differences(target).items():
-        if not difference <= tolerance:
-            raise ModelError(
-                f"the tap behind layer {layer} is {difference:.2g} off the target's own hidden_states[{layer + 1}], "
-                f"{tolerance:g} is allowed: this target's layers do not put out what a drafter would be trained on"
-            )
-
-
-def keep_compiled_kernels() -> None:
-    """Keep what is compiled for a GPU in the user's cache: the default is a folder for temporary files."""
-    from paceline.files import default_cache_dir
-
-    folder = default_cache_dir() / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it will hold code
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        log.warning("compiled kernels are not kept in %s: %s", folder, error.strerror)
-        return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash4"))
 
 
 def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
@@ -614,17 +540,18 @@ def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
             typer.echo(f"  {name}: {value}")
 
 
-def _run_record(resolved: ResolvedRun, target: Target, trainer: TrainStep, step: int) -> dict[str, Any]:
+def _run_record(resolved: ResolvedRun, targets: Targets, trainer: TrainStep, step: int) -> dict[str, Any]:
     config = resolved.config
-    targets = [f"target-{i}" for i in range(config.topology.targets)]
+    here = {"pid": os.getpid(), "host": platform.node(), "device": config.run.device}
+    roles = [f"target-{i}" for i in range(config.topology.targets)]
     return {
         "pid": os.getpid(),
         "host": platform.node(),
         "started": time.time(),
         "resumed_from_step": step,
-        "roles": {role: {"pid": os.getpid(), "device": config.run.device} for role in (*targets, "drafter-0")},
-        "packing": target.packing_note,
-        "quantization": target.quantization_note,
+        "roles": {role: targets.roles.get(role, here) for role in (*roles, "drafter-0")},
+        "packing": targets.packing_note,
+        "quantization": targets.quantization_note,
         "attention": trainer.attention_note,
         "data": _data_record(config.data.path),
         "draft": dataclasses.asdict(resolved.draft),

@@ -1,6 +1,6 @@
 """A vLLM server that is already running, seen from outside: its counters, and one answer at a time by many tasks.
 
-    VllmServer          connect, answer a prompt of token ids, read the counters
+    VllmClient          connect, answer a prompt of token ids, read the counters
     parse_counters      the text of `/metrics`
     Counts              drafts and what became of them, as vLLM counts
 
@@ -124,7 +124,7 @@ class Served:
     counts: Counts | None
 
 
-class VllmServer:
+class VllmClient:
     """A server by its URL.
 
     Attributes:
@@ -158,7 +158,7 @@ class VllmServer:
         return self._shown
 
     @asynccontextmanager
-    async def connected(self, target: str, model: str | None, tokenizer: Any) -> AsyncIterator[VllmServer]:
+    async def connected(self, target: str, model: str | None, tokenizer: Any) -> AsyncIterator[VllmClient]:
         """Connect, and check that this is vLLM with the target.
 
         Args:

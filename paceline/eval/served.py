@@ -20,7 +20,7 @@ from typing import Any
 from paceline import __version__
 from paceline.errors import ConfigError, ServerError
 from paceline.eval.decode import Decoded
-from paceline.eval.engine_server import Counters, Counts, Served, VllmServer
+from paceline.eval.engine_server import Counters, Counts, Served, VllmClient
 from paceline.eval.evaluate import ends_in_loop, first_difference
 from paceline.eval.measures import INTERVAL_RULE, acceptance_estimate, first_token_s
 
@@ -252,8 +252,8 @@ class Evaluated:
 
 
 async def evaluate_served(
-    server: VllmServer,
-    baseline: VllmServer | None,
+    server: VllmClient,
+    baseline: VllmClient | None,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -330,7 +330,7 @@ async def evaluate_served(
     return found
 
 
-def _check_lengths(server: VllmServer, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check_lengths(server: VllmClient, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Rather than after the others have run. Raises: ConfigError."""
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]), default=None)
     if longest is None:
@@ -345,7 +345,7 @@ def _check_lengths(server: VllmServer, prompts: Sequence[Sequence[int]], max_new
 
 
 async def _warm_up(
-    server: VllmServer, baseline: VllmServer | None, prompt: Sequence[int], max_new_tokens: int, first: Counters
+    server: VllmClient, baseline: VllmClient | None, prompt: Sequence[int], max_new_tokens: int, first: Counters
 ) -> None:
     """First answers, which are not counted. Raises: ServerError if nothing was drafted in one."""
     limit = min(WARM_UP_TOKENS, max_new_tokens)
@@ -395,7 +395,7 @@ def _why_none(done: Pass) -> str:
 
 
 async def _compare(
-    baseline: VllmServer, number: int, prompt: Sequence[int], plain: Decoded, drafted: Decoded
+    baseline: VllmClient, number: int, prompt: Sequence[int], plain: Decoded, drafted: Decoded
 ) -> list[ServedDifference]:
     """The first difference of two greedy answers, with the other server's gap there; empty if they are equal."""
     position = first_difference(plain.tokens, drafted.tokens)
@@ -407,8 +407,8 @@ async def _compare(
 
 async def _load_up(
     found: Evaluated,
-    server: VllmServer,
-    baseline: VllmServer | None,
+    server: VllmClient,
+    baseline: VllmClient | None,
     prompts: Sequence[Sequence[int]],
     sizes: Sequence[int],
     on_size: Callable[[Load], None],
@@ -432,7 +432,7 @@ async def _load_up(
         on_size(load)
 
 
-async def _at_once(server: VllmServer, prompts: Sequence[Sequence[int]], size: int, found: Evaluated) -> Pass:
+async def _at_once(server: VllmClient, prompts: Sequence[Sequence[int]], size: int, found: Evaluated) -> Pass:
     """One pass with `size` requests at a time; a request begins when another has ended."""
     num_requests = max(len(prompts), size)
     answers: dict[int, Served] = {}

@@ -33,6 +33,7 @@ class Validation:
         rows: Row numbers.
         num_anchors: Blocks drafted at a time; it bounds the memory, as the training step's A does there.
         dtype: Type of the drafter's weights, as in training.
+        document_features: Features of a document, where `target` does not make them.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Validation:
         *,
         num_anchors: int,
         dtype: torch.dtype = torch.float32,
+        document_features: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._target = target
+        self._document_features = document_features or target.document_features
         self._dataset = dataset
         self._rows = rows
         self._num_anchors = num_anchors
@@ -75,7 +78,7 @@ class Validation:
         """Context features ``[n, L*D]`` of a row, on the target's device."""
         features = self._kept.get(row)
         if features is None:
-            features = self._target.document_features(input_ids)
+            features = self._document_features(input_ids)
             self._kept.put(row, features.cpu())
         return features.to(self._target.device)
 

@@ -37,6 +37,19 @@ RETRY_S = 0.1
 """Seconds before a batch is made again; doubled with each retry."""
 
 
+class Elsewhere(Protocol):
+    """Targets in other processes: each lane is a thread here that waits for one of their calls."""
+
+    lanes: int
+    """Threads of a target: with two, one call is made while the result of another travels."""
+
+    def lane(self, role: str) -> MakeFeatures:
+        """What makes features for the threads of this role."""
+
+    def take_idle(self) -> float:
+        """Seconds since the last call in which targets had nothing to do, summed over them."""
+
+
 class FeatureStream(Protocol):
     """Batches in the order of their numbers, with the state of the queue that they come through."""
 
@@ -97,14 +110,17 @@ class TargetThreads:
         targets: int,
         threads: int,
         max_retries: int = 0,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        self._maker = Maker(make_features, coordinator, max_retries)
+        self._make_features, self._max_retries = make_features, max_retries
+        self._elsewhere = elsewhere
         self._should_stop = should_stop
         self._coordinator = coordinator
         self._channel = channel
         self._threads = [
             threading.Thread(target=self._run, args=(f"target-{i}", threads), name=f"target-{i}", daemon=True)
             for i in range(targets)
+            for _ in range(1 if elsewhere is None else elsewhere.lanes)
         ]
 
     def start(self) -> None:
@@ -128,7 +144,8 @@ class TargetThreads:
             yield batch
 
     def take_waits(self) -> Waits:
-        return self._channel.take_waits()
+        waits = self._channel.take_waits()  # a lane that waits to put is no target that waits
+        return waits if self._elsewhere is None else waits._replace(put_s=self._elsewhere.take_idle())
 
     def num_ready(self) -> int:
         return self._channel.num_ready
@@ -150,10 +167,13 @@ class TargetThreads:
 
     def _run(self, role: str, threads: int) -> None:
         try:
-            with stages.named_thread(role), stages.as_role(role):
+            name = role if self._elsewhere is None else role.replace("target", "lane")  # it is no target itself
+            with stages.named_thread(name), stages.as_role(name):
                 torch.set_num_threads(threads)  # a new thread would otherwise take the machine's default
+                make = self._make_features if self._elsewhere is None else self._elsewhere.lane(role)
+                maker = Maker(make, self._coordinator, self._max_retries)
                 while (number := self._coordinator.lease(role)) is not None:
-                    self._channel.put(self._maker.make(role, number))
+                    self._channel.put(maker.make(role, number))
         except ChannelClosed:
             return
         except PipelineError as error:
@@ -178,11 +198,13 @@ def open_stream(
     batches_per_step: int = 1,
     should_stop: ShouldStop = lambda: False,
     max_retries: int = 0,
+    elsewhere: Elsewhere | None = None,
 ) -> Iterator[FeatureStream]:
     """Features of the coordinator's batches, made ahead by target threads (``split``) or on demand (``colocated``).
 
     The threads are stopped and joined on leaving, whatever the reason. The iteration ends early when a stop is asked
-    for while it waits. A target that fails makes its batch again up to `max_retries` times.
+    for while it waits. A target that fails makes its batch again up to `max_retries` times. Targets that are
+    `elsewhere` are driven by the same threads, which wait for them.
     Raises: PipelineError from the iteration when a target fails, with the original exception as its cause.
     """
     stages.set_gauge("targets", targets)
@@ -198,7 +220,14 @@ def open_stream(
         batches_per_step=batches_per_step,
     )
     stream = TargetThreads(
-        make_features, coordinator, channel, should_stop, targets=targets, threads=threads, max_retries=max_retries
+        make_features,
+        coordinator,
+        channel,
+        should_stop,
+        targets=targets,
+        threads=threads,
+        max_retries=max_retries,
+        elsewhere=elsewhere,
     )
     stream.start()
     try:

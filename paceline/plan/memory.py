@@ -47,28 +47,40 @@ class MemoryPlan:
 def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
     """Memory plan of a resolved run on one device."""
     config, draft = resolved.config, resolved.draft
-    target_size, draft_size = (4 if name == "float32" else 2 for name in (config.target.dtype, config.draft.dtype))
+    target_size, draft_size = _sizes(resolved)
     tables = 1 if shape.tie_word_embeddings else 2
     rows = shape.vocab_size * shape.hidden_size
     head_rows = (draft.draft_vocab_size or shape.vocab_size) * shape.hidden_size
     own_head = head_rows * draft_size if draft_size != target_size or head_rows != rows else 0
     parameters = count_parameters(draft)
     needs_last_hidden = drafter_class(draft.kind).needs_last_hidden
-    states = len(draft.target_layer_ids) + needs_last_hidden
-    feature_size = target_size if needs_last_hidden else draft_size
-    batch_bytes = int(config.pipeline.tokens_per_batch) * states * shape.hidden_size * feature_size
+    one_batch = batch_bytes(resolved)
     num_layers = shape.num_layers if needs_last_hidden else draft.target_layer_ids[-1] + 1
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(
         target_bytes=estimate_trunk_parameters(shape, num_layers) * (1 if config.target.fp8 else target_size),
         shared_bytes=rows * tables * target_size + own_head,
         drafter_bytes=parameters * _bytes_per_parameter(draft_size, resolved.batches_per_step),
-        queue_bytes=min(
-            held * batch_bytes, int(config.pipeline.queue_gib * GIB) + batch_bytes * config.topology.targets
-        ),
+        queue_bytes=min(held * one_batch, int(config.pipeline.queue_gib * GIB) + one_batch * config.topology.targets),
         activation_bytes=_activation_bytes(resolved, draft_size),
         cache_bytes=int(config.pipeline.feature_cache_gib * GIB),
     )
+
+
+def batch_bytes(resolved: ResolvedRun) -> int:
+    """Features of a micro-batch."""
+    target_size, draft_size = _sizes(resolved)
+    needs_last_hidden = drafter_class(resolved.draft.kind).needs_last_hidden
+    states = len(resolved.draft.target_layer_ids) + needs_last_hidden
+    size = target_size if needs_last_hidden else draft_size
+    return int(resolved.config.pipeline.tokens_per_batch) * states * resolved.draft.hidden_size * size
+
+
+def _sizes(resolved: ResolvedRun) -> tuple[int, int]:
+    """Bytes of a value in the target's and in the drafter's compute type."""
+    config = resolved.config
+    target_size, draft_size = (4 if name == "float32" else 2 for name in (config.target.dtype, config.draft.dtype))
+    return target_size, draft_size
 
 
 def count_parameters(draft: DraftShape) -> int:

@@ -121,7 +121,8 @@ def resolve(
 
     layout = config.topology.layout
     if layout == "auto":
-        layout = "split" if not on_gpu or config.topology.targets > 1 else "colocated"
+        is_split = not on_gpu or config.topology.targets > 1 or config.topology.executor == "ray"
+        layout = "split" if is_split else "colocated"
     _check_targets(config, shape, layout)
     queue_depth = config.pipeline.queue_depth
     if isinstance(queue_depth, str):
@@ -269,10 +270,27 @@ def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:
         raise ConfigError(
             f"topology.targets={targets} with topology.layout=colocated: in turn there is one target; use layout=split"
         )
+    if config.topology.executor == "ray":
+        _check_ray(config, layout)
+        return
+    if config.topology.address is not None:
+        raise ConfigError(
+            f"topology.address={config.topology.address} with executor=local: it names a Ray cluster; use executor=ray"
+        )
     if targets > 1 and shape.rope.get("rope_type") in ("dynamic", "longrope"):
         raise ConfigError(
             f"topology.targets={targets}: Transformers rewrites the {shape.rope['rope_type']} frequencies of "
             f"{shape.model_type} by the length of each forward, so that threads would disturb each other; use targets=1"
+        )
+
+
+def _check_ray(config: RunConfig, layout: str) -> None:
+    if layout != "split":
+        raise ConfigError(f"topology.layout={layout} with executor=ray is not there yet; use layout=split")
+    if config.pipeline.feature_cache_gib:
+        raise ConfigError(
+            f"pipeline.feature_cache_gib={config.pipeline.feature_cache_gib} with executor=ray: features are made "
+            "elsewhere and not kept; use 0"
         )
 
 

@@ -298,11 +298,23 @@ JOIN_TARGETS = Stage("join_targets")
 # The writer's, beside both.
 CHECKPOINT_WRITE = Stage("checkpoint_write")
 
+# Of the driver's threads that wait for targets in other processes.
+REMOTE_WAIT = Stage("remote_wait")
+FETCH = Stage("fetch")
+
 _RECOMPUTE = RECOMPUTE.number
 TARGET_STAGES = tuple(_NAMES[: PUT_WAIT.number + 1])
 DRAFTER_STAGES = tuple(_NAMES[GET_WAIT.number : CHECKPOINT_WRITE.number])
 WRITER_STAGES = (CHECKPOINT_WRITE.name,)
-WAITS = (PUT_WAIT.name, GET_WAIT.name, GRAD_NORM_ITEM.name, PREV_CPU_COPY_SYNC.name, LOSS_MASK_SUM_SYNC.name)
+LANE_STAGES = (REMOTE_WAIT.name, FETCH.name)
+WAITS = (
+    PUT_WAIT.name,
+    GET_WAIT.name,
+    GRAD_NORM_ITEM.name,
+    PREV_CPU_COPY_SYNC.name,
+    LOSS_MASK_SUM_SYNC.name,
+    REMOTE_WAIT.name,
+)
 """Stages in which a thread waits for others or for the device."""
 
 

@@ -48,6 +48,9 @@ AWAIT_S = 0.5
 MAX_WINDOWS = 2048
 """Steps kept one by one for that; longer ago, neighbours are joined."""
 
+OpenStream = Callable[..., contextlib.AbstractContextManager[FeatureStream]]
+"""`pipeline.local.open_stream`, perhaps with something fixed."""
+
 Validate = Callable[[DFlashDrafter], Acceptance | None]
 """Acceptance on the held-out rows, teacher-forced; None if a stop was asked for meanwhile."""
 
@@ -212,6 +215,7 @@ class TrainLoop:
         should_stop: Asked after every micro-batch; the name of the reason ends the run gracefully.
         source_of: Where a data set row comes from, ``FILE:LINE``.
         saves_first: Save before the first step, as something has changed that checkpoints tell of.
+        open_features: `open_stream`, or one that knows of targets elsewhere.
         track: Takes each line of ``metrics.jsonl``.
         track_added: Takes the step of a line, and what is added to it later.
         evaluations: Beside training; they choose `best` then.
@@ -232,6 +236,7 @@ class TrainLoop:
         should_stop: Callable[[], str | None],
         source_of: Callable[[int], str] = str,
         saves_first: bool = False,
+        open_features: OpenStream = open_stream,
         track: Callable[[dict[str, Any]], None] = lambda line: None,
         track_added: Callable[[int, dict[str, Any]], None] = lambda step, added: None,
         evaluations: Evaluations | None = None,
@@ -248,6 +253,7 @@ class TrainLoop:
         self.should_stop = should_stop
         self.source_of = source_of
         self._saves_first = saves_first
+        self._open_features = open_features
         self.track, self.track_added = track, track_added
         self.evaluations = evaluations
         self._to_join: dict[int, dict[str, Any]] = {}
@@ -387,7 +393,7 @@ class TrainLoop:
         """Train on batches in order; None where some have to be made again, as one of them is not finite."""
         pipeline, topology = self.config.pipeline, self.config.topology
         try:
-            with open_stream(
+            with self._open_features(
                 self.make_features,
                 self._coordinator,
                 layout=topology.layout,

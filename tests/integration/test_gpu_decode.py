@@ -106,7 +106,7 @@ def test_a_block_cut_short_drafts_from_its_first_slots(pair: tuple[str, DFlashDr
 
 def test_taps_are_the_targets_own_states(tmp_path: Path) -> None:
     """The comparison at the start of a run passes on the device, packed and per document."""
-    from paceline.cli.train import check_taps
+    from paceline.train.target import check_taps
 
     for family in ("llama", "qwen3", "gemma3", "qwen3_5"):
         check_taps(tiny.target(family, tmp_path / family, device="cuda"))

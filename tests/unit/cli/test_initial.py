@@ -10,11 +10,12 @@ import torch
 
 from paceline.cli.evaluate import export_drafter, load_any_drafter
 from paceline.cli.initial import initial_of, load_initial
-from paceline.cli.train import build_trainer, load_target, merge_with_saved, resolve_config
+from paceline.cli.train import build_trainer, merge_with_saved, resolve_config
 from paceline.config import RunConfig, load_config
 from paceline.control.run_folder import RunFolder
 from paceline.errors import ConfigError, ModelError, PipelineError
 from paceline.train.checkpoint import load_drafter, load_state, newest
+from paceline.train.target import load_target
 from tests import tiny
 from tests.toy import Toy, train
 

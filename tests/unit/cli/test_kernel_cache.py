@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.train import keep_compiled_kernels
+from paceline.train.target import keep_compiled_kernels
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
@@ -47,7 +47,7 @@ def test_finding_the_cache_needs_no_reader_of_demo_weights() -> None:
     code = """if True:
         import sys
         sys.modules["gguf"] = None  # importing it raises ImportError
-        from paceline.cli.train import keep_compiled_kernels
+        from paceline.train.target import keep_compiled_kernels
         keep_compiled_kernels()
         assert "paceline.models.assets" not in sys.modules
     """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, ServerError
-from paceline.eval.engine_server import PROBE, Counters, Counts, Served, VllmServer, parse_counters
+from paceline.eval.engine_server import PROBE, Counters, Counts, Served, VllmClient, parse_counters
 from tests.fake_vllm import STOP, FakeVllm, plain_answer, running_vllm
 
 PROMPT = [1, 2, 3]
@@ -24,7 +24,7 @@ class Tokenizer:
 
 def at(
     fake: FakeVllm,
-    do: Callable[[VllmServer], Awaitable[Any]] | None = None,
+    do: Callable[[VllmClient], Awaitable[Any]] | None = None,
     target: str = "toy",
     model: str | None = None,
     path: str = "",
@@ -32,7 +32,7 @@ def at(
     """Connect to a running fake, and do something there."""
 
     async def run() -> Any:
-        async with VllmServer(fake.url + path).connected(target, model, Tokenizer()) as server:
+        async with VllmClient(fake.url + path).connected(target, model, Tokenizer()) as server:
             return await do(server) if do else server
 
     with running_vllm(fake):
@@ -110,7 +110,7 @@ def test_every_prompt_is_read_anew() -> None:
     """No two requests share the prefix cache."""
     fake = FakeVllm()
 
-    async def twice(server: VllmServer) -> None:
+    async def twice(server: VllmClient) -> None:
         for _ in range(2):
             await server.answer("prompt 1", PROMPT, 3)
 
@@ -136,7 +136,7 @@ def test_a_requests_own_counts_are_read() -> None:
 def test_counters_that_lag_are_waited_for() -> None:
     """An answer may arrive before it is counted."""
 
-    async def measure(server: VllmServer) -> Counters:
+    async def measure(server: VllmClient) -> Counters:
         before = await server.counters()
         await server.answer("prompt 1", PROMPT, 12)
         return await server.settled(before, 12)
@@ -200,7 +200,7 @@ def test_a_wrong_path_and_nobody_there_are_said() -> None:
         pass
 
     async def connect() -> None:
-        async with VllmServer(gone.url.replace("//", "//me:secret@")).connected("toy", None, Tokenizer()):
+        async with VllmClient(gone.url.replace("//", "//me:secret@")).connected("toy", None, Tokenizer()):
             pass
 
     with pytest.raises(ServerError, match="no answer from http://127.*is the server up") as error:
@@ -212,7 +212,7 @@ def test_a_wrong_path_and_nobody_there_are_said() -> None:
 def test_what_is_no_address_is_said(url: str) -> None:
     """A URL without scheme, host or possible port is refused by the option's name."""
     with pytest.raises(ConfigError, match="--baseline-url .*is no address"):
-        VllmServer(url, "--baseline-url")
+        VllmClient(url, "--baseline-url")
 
 
 def test_a_refused_prompt_is_named() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, ServerError
-from paceline.eval.engine_server import VllmServer
+from paceline.eval.engine_server import VllmClient
 from paceline.eval.served import TIE_GAP, Evaluated, evaluate_served
 from tests.fake_vllm import STOP, FakeVllm, plain_answer, running_vllm
 from tests.unit.eval.test_engine_server import Tokenizer
@@ -25,7 +25,7 @@ def evaluated(
 
     async def run() -> Evaluated:
         async with AsyncExitStack() as stack:
-            servers = [VllmServer(one.url) for one in (fake, plain) if one is not None]
+            servers = [VllmClient(one.url) for one in (fake, plain) if one is not None]
             for server in servers:
                 await stack.enter_async_context(server.connected("toy", None, Tokenizer()))
             baseline = servers[1] if plain is not None else None

@@ -238,8 +238,8 @@ def test_nothing_stands_inside_compiled_parts(target: Target, on: Page, monkeypa
     """All that training compiles compiles as a whole with a page open, enters no stage, and computes the same."""
     parts, inside, entered = set(), threading.Event(), list[str]()
 
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        whole = torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
+    def compiled(function: Callable[..., Any], any_size: bool) -> Callable[..., Any]:
+        whole = torch.compile(function, fullgraph=True, dynamic=any_size, backend="eager")
 
         def watched(*args: Any) -> Any:
             parts.add(function.__name__)
@@ -261,7 +261,7 @@ def test_nothing_stands_inside_compiled_parts(target: Target, on: Page, monkeypa
         return torch.nn.functional.scaled_dot_product_attention(rows, key, value, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(Recorder, "enter", enter)
-    monkeypatch.setattr(step_module, "_compiled", compiled)
+    monkeypatch.setattr("paceline.kernels.compiled._compiled", compiled)
     monkeypatch.setattr(step_module, "_choose_attention", lambda *args: ("flex", "as on a GPU"))
     monkeypatch.setattr(flex, "fused_flex_attention", sees_all)  # which has no gradients on the CPU
     kinds = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 11}
@@ -679,7 +679,8 @@ def test_names_of_stages_are_taken_once() -> None:
     with pytest.raises(ValueError, match="there is a stage forward already"):
         Stage("forward")
     assert stages._NAMES[stages.LOG.number] == "log" and len(stages._NAMES) <= layout.MAX_STAGES
-    assert {*stages.TARGET_STAGES, *stages.DRAFTER_STAGES, *stages.WRITER_STAGES} == set(stages._NAMES)
+    every = {*stages.TARGET_STAGES, *stages.DRAFTER_STAGES, *stages.WRITER_STAGES, *stages.LANE_STAGES}
+    assert every == set(stages._NAMES)
 
 
 def test_the_system_shows_threads_by_name(page: Page) -> None:

@@ -1,0 +1,160 @@
+"""What runs in a target's own process: the same frozen target as in one process, behind a few calls.
+
+Results are returned rather than put into Ray's store by this process: so the driver owns them, and they outlive it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import paceline
+from paceline.cluster.arrays import Packed, pack, unpack, unpack_tokens
+from paceline.config import RunConfig, parse_config
+from paceline.errors import PacelineError
+from paceline.profiling import stages
+from paceline.train.target import check_taps, load_target
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a target's process says once it has its target.
+
+    Attributes:
+        problem: Why it has none, and that it is no use to try again; None: it has.
+        version: Of the package there.
+        packed: Whether rows run packed.
+    """
+
+    pid: int
+    host: str
+    version: str
+    problem: str | None = None
+    device: str = ""
+    fingerprint: str = ""
+    packed: bool = False
+    packing_note: str = ""
+    quantization_note: str | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """Features of a batch, as they travel.
+
+    Attributes:
+        busy_s, idle_s: Seconds for making them, and without work before that.
+    """
+
+    context_feature: Packed
+    last_hidden: Packed | None
+    busy_s: float
+    idle_s: float
+
+
+class TargetHost:
+    """A target in a process of its own.
+
+    Args:
+        tree: The resolved configuration, plain.
+        role: ``target-i``.
+        run_dir: The run folder as the driver names it; used where this host has it as well.
+    """
+
+    def __init__(self, tree: dict[str, Any], role: str, run_dir: str) -> None:
+        self._config: RunConfig = parse_config(tree)
+        self._role = role
+        self._folder = Path(run_dir)
+        self._staging: dict[str, Tensor] = {}
+        self._free_since = 0.0
+        self._is_waiting = False
+        if self._folder.is_dir():
+            write_log_to(self._folder / "logs" / f"{role}.log")
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+
+    def load(self) -> Loaded:
+        """Load the target; problems that another try would have again are told, not raised."""
+        here: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "version": paceline.__version__}
+        on_gpu = self._config.run.device.startswith("cuda")
+        if on_gpu:  # Ray shows a process the GPUs that are its own
+            run = self._config.run.model_copy(update={"device": "cuda:0"})
+            self._config = self._config.model_copy(update={"run": run})
+        try:
+            self._target = load_target(self._config)
+            check_taps(self._target)
+        except PacelineError as error:
+            return Loaded(**here, problem=f"{type(error).__name__}: {error}")
+        if self._folder.is_dir():
+            stages.open_run(self._folder / "profile", times_device=on_gpu, default_role=self._role)
+        return Loaded(
+            **here,
+            device=str(self._target.device),
+            fingerprint=self._target.fingerprint(),
+            packed=self._target.packed,
+            packing_note=self._target.packing_note,
+            quantization_note=self._target.quantization_note,
+        )
+
+    def features(self, fields: dict[str, Any]) -> Made:
+        """Features of a row from `pack_tokens`."""
+        with stages.named_thread(self._role), stages.as_role(self._role):
+            started = time.perf_counter()
+            idle_s = started - self._free_since if self._is_waiting else 0.0
+            self._end_wait()
+            try:
+                tokens = unpack_tokens(fields)
+                stages.next_batch(tokens.number)
+                batch = self._target.features(tokens)
+                with stages.PREV_CPU_COPY_SYNC:
+                    feature = self._on_host("context", batch.context_feature)
+                    last = None if batch.last_hidden is None else self._on_host("last", batch.last_hidden)
+                return Made(feature, last, time.perf_counter() - started, idle_s)
+            finally:
+                self._begin_wait()
+
+    def document(self, input_ids: Packed) -> Packed:
+        """Context features of a document alone."""
+        with stages.as_role(self._role):
+            self._end_wait()
+            try:
+                return pack(self._target.document_features(unpack(input_ids).clone()).cpu())
+            finally:
+                self._begin_wait()
+
+    def _begin_wait(self) -> None:
+        self._free_since, self._is_waiting = time.perf_counter(), True
+        stages.PUT_WAIT.__enter__()  # until the next call
+
+    def _end_wait(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            stages.PUT_WAIT.__exit__(None, None, None)
+
+    def _on_host(self, name: str, tensor: Tensor) -> Packed:
+        """Bytes in memory that the next call uses again: Ray has copied them by then."""
+        if tensor.device.type != "cuda":
+            return pack(tensor)
+        place = self._staging.get(name)
+        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+            place = self._staging[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        place.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return pack(place)
+
+
+def write_log_to(path: Path) -> None:
+    """Send what this process and its libraries print to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+    os.close(file)

@@ -1,0 +1,279 @@
+"""Targets in processes of their own: started, asked, and started again where they die.
+
+The threads that drive them are those of `pipeline.local`, and so is all bookkeeping; this is what a thread calls for
+the features of a batch. A call goes to the role's own process while that is well, else to another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import paceline
+from paceline.cluster.arrays import num_bytes, pack, pack_tokens, unpack
+from paceline.cluster.target_host import Loaded, Made, TargetHost
+from paceline.config import RunConfig
+from paceline.errors import ModelError, PipelineError
+from paceline.pipeline.channel import ChannelClosed
+from paceline.profiling import stages
+from paceline.records import FeatureBatch, TokenBatch
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds between looks at whether a process is there again, or a stop has been asked for."""
+
+
+class _Place:
+    """One role's process: the present one, or the one that is being started."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.actor: Any = None
+        self.loading: Any = None
+        self.loaded: Loaded | None = None
+        self.num_calls = 0
+        self.num_restarts = 0
+        self.lost: str | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.lost is None and self.loaded is not None
+
+
+class RemoteTargets:
+    """N target processes of a Ray cluster.
+
+    Args:
+        ray: The connected module.
+        config: Resolved.
+        read_batch: The row of batch n, here: rows are small, and no other host needs the data.
+        device: Where features are to be.
+        event: Writes a line of ``events.jsonl``.
+        should_stop: True-like once a stop was asked for.
+
+    Attributes:
+        lanes: Calls that a target has at a time: one is made while the result of another travels.
+        num_bytes, fetch_s: Features that have come, and seconds that threads waited for their bytes alone.
+    """
+
+    lanes = 2
+
+    def __init__(
+        self,
+        ray: Any,
+        config: RunConfig,
+        read_batch: Callable[[int], TokenBatch],
+        device: torch.device,
+        *,
+        event: Callable[..., None],
+        should_stop: Callable[[], object],
+    ) -> None:
+        self._ray = ray
+        self._config = config
+        self._read_batch = read_batch
+        self._device = device
+        self._event = event
+        self._should_stop = should_stop
+        self._lock = threading.Lock()
+        self._idle_s = 0.0
+        self.num_bytes, self.fetch_s = 0, 0.0
+        self._places = [_Place(f"target-{i}") for i in range(config.topology.targets)]
+
+    def start(self) -> Loaded:
+        """Start all and wait for them; what the first one says of its target, which is that of all.
+
+        Raises: ModelError if one cannot have its target, or has another; PipelineError if its process ends.
+        """
+        for place in self._places:
+            self._start(place)
+        for place in self._places:
+            try:
+                place.loaded = self._ray.get(place.loading)
+            except self._ray.exceptions.RayError as error:
+                raise PipelineError(
+                    f"{place.role} could not be started: {error}", role=place.role, batch=None
+                ) from error
+            if place.loaded.problem is not None:
+                raise ModelError(f"{place.role} on {place.loaded.host}: {place.loaded.problem}")
+            if problem := self._foreign(place.loaded):
+                raise ModelError(f"{place.role} {problem}")
+        first = self._places[0].loaded
+        assert first is not None
+        return first
+
+    def close(self) -> None:
+        """End the processes."""
+        for place in self._places:
+            if place.actor is not None:
+                self._ray.kill(place.actor)
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        """Where each role runs, for ``run.json``."""
+        return {
+            place.role: {"pid": place.loaded.pid, "host": place.loaded.host, "device": place.loaded.device}
+            for place in self._places
+            if place.loaded is not None
+        }
+
+    def lane(self, role: str) -> Callable[[int], FeatureBatch]:
+        """What makes features for the threads of a role."""
+        return lambda number: self.make(number, role)
+
+    def make(self, number: int, role: str = "target-0") -> FeatureBatch:
+        """Features of a batch, made in another process.
+
+        Raises: PipelineError if its process dies or has lost its device, which may pass, or if none is left;
+            ChannelClosed when a stop was asked for while there was none to ask; what went wrong in the target.
+        """
+        with stages.READ_BATCH:
+            tokens = self._read_batch(number)
+        made: Made = self._call(role, number, "features", pack_tokens(tokens))
+        with self._lock:
+            self._idle_s += made.idle_s
+        feature = self._here(unpack(made.context_feature))
+        last = None if made.last_hidden is None else self._here(unpack(made.last_hidden))
+        batch = FeatureBatch(tokens, feature, last)
+        with self._lock:
+            self.num_bytes += num_bytes(batch)
+        return batch
+
+    def document_features(self, input_ids: Tensor) -> Tensor:
+        """Context features ``[n, L*D]`` of a document alone, on the host."""
+        return unpack(self._call("target-0", None, "document", pack(input_ids)))
+
+    def take_idle(self) -> float:
+        """Seconds since the last call in which targets had nothing to do, summed over them."""
+        with self._lock:
+            idle_s, self._idle_s = self._idle_s, 0.0
+        return idle_s
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """The features where the drafter wants them; a copy to a GPU is over before they are handed on."""
+        if self._device.type != "cuda":
+            return tensor
+        with stages.H2D_SYNC:
+            copied = tensor.to(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
+        return copied
+
+    def _call(self, role: str, number: int | None, method: str, *args: Any) -> Any:
+        place = self._choose(role)
+        actor = place.actor
+        with self._lock:
+            place.num_calls += 1
+        try:
+            call = getattr(actor, method).remote(*args)
+            with stages.REMOTE_WAIT:
+                self._ray.wait([call], fetch_local=False)
+            started = time.perf_counter()
+            with stages.FETCH:  # of another host, or nothing but a view
+                result = self._ray.get(call)
+            with self._lock:
+                self.fetch_s += time.perf_counter() - started
+            return result
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if "CUDA error" not in str(cause):
+                raise cause from error
+            self._lose(place, actor, str(cause).splitlines()[0])  # a process is of no use after that
+            raise self._died(place, number, cause) from error
+        except self._ray.exceptions.RayError as error:
+            self._lose(place, actor, str(error).splitlines()[0])
+            raise self._died(place, number, error) from error
+        finally:
+            with self._lock:
+                place.num_calls -= 1
+
+    def _died(self, place: _Place, number: int | None, error: BaseException) -> PipelineError:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return PipelineError(
+            f"the process of {place.role} was lost: {reason}", role=place.role, batch=number, may_pass=True
+        )
+
+    def _choose(self, role: str) -> _Place:
+        """The role's own process if it is well, else the one with the fewest calls; waits while none is."""
+        while True:
+            with self._lock:
+                for place in self._places:
+                    self._look(place)
+                ready = [place for place in self._places if place.is_ready]
+                own = next((place for place in ready if place.role == role), None)
+                if ready:
+                    return own or min(ready, key=lambda place: place.num_calls)
+                if all(place.lost is not None for place in self._places):
+                    reasons = "; ".join(f"{place.role}: {place.lost}" for place in self._places)
+                    raise PipelineError(f"no target is left: {reasons}", role=role, batch=None)
+            if self._should_stop():
+                raise ChannelClosed
+            time.sleep(LOOK_S)
+
+    def _look(self, place: _Place) -> None:
+        """Whether a process that was started has its target by now."""
+        if place.lost is not None or place.loaded is not None:
+            return
+        if not self._ray.wait([place.loading], timeout=0)[0]:
+            return
+        try:
+            loaded: Loaded = self._ray.get(place.loading)
+        except self._ray.exceptions.RayError as error:
+            self._restart(place, f"it ended while it loaded: {str(error).splitlines()[0]}")
+            return
+        if problem := loaded.problem or self._foreign(loaded):
+            self._give_up(place, problem)
+            return
+        place.loaded = loaded
+        log.warning("%s is back, process %d on %s", place.role, loaded.pid, loaded.host)
+        self._event("target is back", role=place.role, pid=loaded.pid, host=loaded.host)
+
+    def _lose(self, place: _Place, actor: Any, reason: str) -> None:
+        """A call found the process dead; of several that do, the first counts."""
+        with self._lock:
+            if place.actor is actor and place.lost is None:
+                self._restart(place, reason)
+
+    def _restart(self, place: _Place, reason: str) -> None:
+        self._ray.kill(place.actor)
+        place.loaded = None
+        if place.num_restarts >= self._config.run.max_restarts:
+            self._give_up(place, f"{reason} (after run.max_restarts={self._config.run.max_restarts})")
+            return
+        place.num_restarts += 1
+        log.warning("%s was lost and is started again: %s", place.role, reason)
+        self._event("target was lost", role=place.role, reason=reason, restarts=place.num_restarts)
+        self._start(place)
+
+    def _give_up(self, place: _Place, reason: str) -> None:
+        place.lost = reason
+        left = sum(each.lost is None for each in self._places)
+        log.warning("%s is given up, %d targets are left: %s", place.role, left, reason)
+        self._event("target is given up", role=place.role, reason=reason, left=left)
+
+    def _start(self, place: _Place) -> None:
+        config = self._config
+        on_gpu = config.run.device.startswith("cuda")
+        options = {
+            "num_cpus": int(config.topology.threads),
+            "num_gpus": int(on_gpu),
+            "name": f"paceline-{place.role}-{id(self)}-{place.num_restarts}",
+            "max_restarts": 0,  # it is started again here, where it is counted and told
+            "scheduling_strategy": "SPREAD",
+        }
+        remote = self._ray.remote(TargetHost).options(**options)
+        place.actor = remote.remote(config.model_dump(mode="json"), place.role, str(config.run.dir))
+        place.loading = place.actor.load.remote()
+
+    def _foreign(self, loaded: Loaded) -> str | None:
+        """What of a process does not go with the others, in words."""
+        if loaded.version != paceline.__version__:
+            return f"on {loaded.host} has Paceline {loaded.version}, here it is {paceline.__version__}"
+        first = next((place.loaded for place in self._places if place.loaded is not None), loaded)
+        if loaded.fingerprint != first.fingerprint:
+            return f"on {loaded.host} has other weights behind {self._config.target.path} than {first.host}"
+        return None

@@ -1,0 +1,127 @@
+"""Runs whose targets are processes of a real Ray cluster: the promises of one process, and what happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError, PipelineError
+from tests.integration.test_training import assert_same_bits, same_training
+from tests.toy import Toy, train
+
+pytestmark = pytest.mark.ray
+
+LONGER = ("data.epochs=12", "eval.validate_every=30", "checkpoint.every_steps=20")
+STORE = 256 << 20
+
+
+def events(run_dir: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def roles(run_dir: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads((run_dir / "run.json").read_text())["roles"]
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def straight(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The same run in one process."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    return run_dir, train(toy.config(run_dir, *LONGER))[1]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A host with one processor, whose cluster others may join."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False},
+    )
+    yield made
+    made.shutdown()
+
+
+def test_a_killed_target_changes_nothing(toy: Toy, straight: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """On a cluster of the run's own two processes make the features; one is killed, and every bit is the same."""
+    run_dir = tmp_path / "run"
+
+    def kill(step: int) -> None:
+        if step == 10:
+            os.kill(roles(run_dir)["target-1"]["pid"], signal.SIGKILL)
+
+    config = toy.config(run_dir, *LONGER, "topology.executor=ray", "topology.targets=2")
+    report, lines = train(config, kill)
+    assert same_training(lines) == same_training(straight[1])
+    assert_same_bits(straight[0], run_dir)
+    assert report.ledger["issued"] == report.ledger["trained"] and report.ledger["retried"] >= 1
+    assert "target was lost" in events(run_dir)
+    places = roles(run_dir)
+    assert len({place["pid"] for place in places.values()}) == 3 and places["drafter-0"]["pid"] == os.getpid()
+    assert (run_dir / "logs" / "target-0.log").exists()
+
+
+def test_a_host_that_is_lost_changes_nothing(
+    toy: Toy, straight: tuple[Path, list[dict[str, Any]]], tmp_path: Path, cluster: Any
+) -> None:
+    """Two hosts with a target each: the second one goes, and a stopped run goes on in one process."""
+    run_dir = tmp_path / "run"
+    second = cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    cluster.wait_for_nodes()
+
+    def lose(step: int) -> None:
+        if step == 10:
+            cluster.remove_node(second, allow_graceful=False)
+        if step == 40:
+            os.kill(os.getpid(), signal.SIGTERM)  # which Ray would take for itself
+
+    remote = ("topology.executor=ray", f"topology.address={cluster.address}", "topology.targets=2")
+    report, _ = train(toy.config(run_dir, *LONGER, *remote), lose)
+    assert report.ending == "SIGTERM" and "target was lost" in events(run_dir)
+    train(toy.config(run_dir, *LONGER))
+    assert_same_bits(straight[0], run_dir)
+
+
+@pytest.mark.slow
+def test_without_targets_the_run_ends_resumable(
+    toy: Toy, straight: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """The last target dies and may not be started again: the error says so, and the run goes on elsewhere."""
+    run_dir = tmp_path / "run"
+
+    def kill(step: int) -> None:
+        if step == 10:
+            os.kill(roles(run_dir)["target-0"]["pid"], signal.SIGKILL)
+
+    config = toy.config(run_dir, *LONGER, "topology.executor=ray", "run.max_restarts=0")
+    with pytest.raises(PipelineError, match=r"no target is left: target-0: .*run\.max_restarts=0"):
+        train(config, kill)
+    train(toy.config(run_dir, *LONGER))
+    assert_same_bits(straight[0], run_dir)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_too_small_is_refused(toy: Toy, tmp_path: Path, cluster: Any) -> None:
+    """What was asked for and what is there."""
+    remote = ("topology.executor=ray", f"topology.address={cluster.address}", "topology.targets=3")
+    with pytest.raises(ConfigError, match=r"3 processes of 1 CPU were asked .* room is for 1"):
+        train(toy.config(tmp_path / "run", *remote))
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+        train(toy.config(tmp_path / "other", "topology.executor=ray", "topology.address=127.0.0.1:1"))
