@@ -199,14 +199,14 @@ class Topology(_Section):
     """Ray cluster to use, ``HOST:PORT`` or `auto` (the one of this host). None: one is started here for the run, heard
     on the loopback device only."""
     layout: Literal["auto", "colocated", "split"] = "auto"
-    """colocated: target and drafter in turn. split: target threads beside one drafter. auto: split on the CPU or with
-    several targets, else colocated."""
+    """colocated: target and drafter in turn; with executor `ray` every process has both. split: targets beside the
+    drafters. auto: split on the CPU or with several targets, else colocated."""
     targets: int = Field(default=1, ge=1)
     """N: target roles."""
     gpus_per_target: int = Field(default=1, ge=0, le=1)
     """GPUs of a target's process, with executor `ray`. 0: it shares the drafter's."""
-    drafters: int = Field(default=1, ge=1, le=1)
-    """M: drafter roles; one on the local executor."""
+    drafters: int = Field(default=1, ge=1)
+    """M: drafter roles; one on the local executor. `optim.tokens_per_step` has to be a multiple of a batch of each."""
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Compute threads of each role on the CPU. auto: 1, or every core when target and drafter take turns."""
 

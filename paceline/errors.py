@@ -54,6 +54,10 @@ class PipelineError(PacelineError):
         self.may_pass = may_pass
 
 
+class GroupLost(PipelineError):
+    """A drafter of several is gone, and with it the group: the run goes on from its last checkpoint with a new one."""
+
+
 def printable(text: str) -> str:
     """Text for a terminal: file names and servers' words cannot steer it; line ends stay."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.control.run_folder import RunFolder
@@ -13,6 +13,7 @@ from paceline.control.run_folder import RunFolder
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.cluster.drafters import RemoteRanks
     from paceline.models.target import Target
     from paceline.pipeline.local import FeatureStream
     from paceline.plan.resolve import ResolvedRun
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Targets:
-    """What a run has of its target.
+    """What a run has of its target, and the drafter's other ranks.
 
     Attributes:
         target: In this process: the part that makes features, or embedding and head alone.
-        fingerprint, packed, notes: Of the part that makes features; notes are what there is to say of it.
+        fingerprint, packed, packing_note, quantization_note: Of the part that makes features.
         make_features: Features of batch n.
         document_features: Context features of a document alone.
         open_stream: `pipeline.local.open_stream`, with targets in other processes if there are.
         roles: Processes elsewhere by role.
+        ranks: Drafter ranks above 0; None: there is one drafter.
+        host: This process's, for the ranks to meet at.
     """
 
     target: Target
@@ -41,18 +44,38 @@ class Targets:
     document_features: Callable[[Tensor], Tensor]
     open_stream: Callable[..., contextlib.AbstractContextManager[FeatureStream]]
     roles: dict[str, dict[str, Any]]
+    ranks: RemoteRanks | None = None
+    host: str = "127.0.0.1"
 
 
 def open_targets(
     resolved: ResolvedRun, run: RunFolder, should_stop: Callable[[], object], stack: contextlib.ExitStack
 ) -> Targets:
-    """Load the target as `topology.executor` says; what is started ends with the stack.
+    """Load the target, and start what runs elsewhere, as `topology` says; it ends with the stack.
 
     Raises: ConfigError, ModelError, PipelineError.
     """
-    if resolved.config.topology.executor == "ray":
-        return _ray_targets(resolved, run, should_stop, stack)
-    return _local_target(resolved)
+    topology = resolved.config.topology
+    if topology.executor == "local":
+        return _local_target(resolved)
+    from paceline.cluster.ray_cluster import Needs, own_host, ray_cluster
+
+    is_split = topology.layout == "split"
+    on_gpu = resolved.config.run.device.startswith("cuda")
+    others = topology.drafters - 1
+    needs = Needs(
+        processes=others + (topology.targets if is_split else 0),
+        cpus=int(topology.threads),
+        gpus=topology.gpus_per_target if on_gpu else 0,
+        store_bytes=_under_way(resolved) if is_split else 0,
+    )
+    ray = stack.enter_context(ray_cluster(topology.address, needs, resolved.config.run.device))
+    ranks = _start_ranks(ray, resolved, stack) if others else None
+    made = _remote_targets(ray, resolved, run, should_stop, stack) if is_split else _own_target(resolved)
+    if ranks is not None:
+        ranks.wait(made.fingerprint)
+    roles = made.roles | (ranks.roles() if ranks is not None else {})
+    return replace(made, ranks=ranks, roles=roles, host=own_host(topology.address))
 
 
 def _local_target(resolved: ResolvedRun) -> Targets:
@@ -84,28 +107,67 @@ def _local_target(resolved: ResolvedRun) -> Targets:
     )
 
 
-def _ray_targets(
-    resolved: ResolvedRun, run: RunFolder, should_stop: Callable[[], object], stack: contextlib.ExitStack
+def _own_target(resolved: ResolvedRun) -> Targets:
+    """Colocated: each rank makes the features of its own micro-batches, and here those of the others are only named."""
+    import torch
+
+    from paceline.cluster.arrays import AwayBatch
+    from paceline.cluster.drafters import rank_of
+
+    own = _local_target(resolved)
+    topology = resolved.config.topology
+    width = own.target.feature_size
+
+    def make_features(number: int) -> FeatureBatch:
+        rank = rank_of(number, resolved.batches_per_step, topology.drafters)
+        if rank == 0:
+            return own.make_features(number)
+        tokens = resolved.batches.batch(number)
+        return AwayBatch(tokens, torch.empty(len(tokens.input_ids), width, device="meta"), rank=rank)
+
+    return replace(own, make_features=make_features)
+
+
+def _start_ranks(ray: Any, resolved: ResolvedRun, stack: contextlib.ExitStack) -> RemoteRanks:
+    from paceline.cluster.drafters import RemoteRanks
+    from paceline.train.build import Recipe
+
+    ranks = RemoteRanks(ray, Recipe.of(resolved))
+    stack.callback(ranks.close)
+    ranks.start()
+    return ranks
+
+
+def _under_way(resolved: ResolvedRun) -> int:
+    """Bytes of features in Ray's store at a time: waiting, being made, and in training."""
+    from paceline.cluster.targets import RemoteTargets
+    from paceline.plan.memory import batch_bytes
+
+    config, one = resolved.config, batch_bytes(resolved)
+    waiting = min(int(config.pipeline.queue_depth) * one, int(config.pipeline.queue_gib * 2**30))
+    in_step = resolved.batches_per_step if config.topology.drafters > 1 else 1
+    return waiting + one * (in_step + RemoteTargets.lanes * config.topology.targets)
+
+
+def _remote_targets(
+    ray: Any, resolved: ResolvedRun, run: RunFolder, should_stop: Callable[[], object], stack: contextlib.ExitStack
 ) -> Targets:
-    from paceline.cluster.ray_cluster import Needs, ray_cluster
+    from paceline.cluster.drafters import rank_of
     from paceline.cluster.targets import RemoteTargets
     from paceline.pipeline.local import open_stream
-    from paceline.plan.memory import batch_bytes
     from paceline.train.target import load_head
 
-    config, topology = resolved.config, resolved.config.topology
-    one = batch_bytes(resolved)
-    waiting = min(int(topology_depth(resolved)) * one, int(config.pipeline.queue_gib * 2**30)) + one
-    on_gpu = config.run.device.startswith("cuda")
-    needs = Needs(
-        processes=topology.targets,
-        cpus=int(topology.threads),
-        gpus=topology.gpus_per_target if on_gpu else 0,
-        store_bytes=waiting + RemoteTargets.lanes * topology.targets * one,
+    config = resolved.config
+    target = load_head(config)
+    remote = RemoteTargets(
+        ray,
+        config,
+        resolved.batches.batch,
+        target.device,
+        event=run.event,
+        should_stop=should_stop,
+        rank_of=lambda number: rank_of(number, resolved.batches_per_step, config.topology.drafters),
     )
-    ray = stack.enter_context(ray_cluster(topology.address, needs, config.run.device))
-    target = load_head(config)  # while the processes start would be better, but a cluster that is too small comes first
-    remote = RemoteTargets(ray, config, resolved.batches.batch, target.device, event=run.event, should_stop=should_stop)
     stack.callback(remote.close)
     loaded = remote.start()
     return Targets(
@@ -119,8 +181,3 @@ def _ray_targets(
         functools.partial(open_stream, elsewhere=remote),
         remote.roles(),
     )
-
-
-def topology_depth(resolved: ResolvedRun) -> int:
-    """Batches that may wait in the queue."""
-    return int(resolved.config.pipeline.queue_depth)

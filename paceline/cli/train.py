@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -40,10 +41,11 @@ from paceline.config import (
 from paceline.control.run_folder import RunFolder
 from paceline.control.signals import StopRequest
 from paceline.control.steering import Steering
-from paceline.errors import CheckpointError, ConfigError, PipelineError
+from paceline.errors import CheckpointError, ConfigError, GroupLost, PipelineError
 from paceline.files import explain, sha256
 
 if TYPE_CHECKING:
+    from paceline.models.draft import DFlashDrafter
     from paceline.models.loading import TargetShape
     from paceline.models.target import Target
     from paceline.plan.resolve import ResolvedRun
@@ -197,14 +199,22 @@ def run_training(
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # deadly by default; there is nothing to switch on yet
     with StopRequest(config.run.stop_signal) as stop:  # first of all: importing torch takes seconds, in which Ctrl-C
         interval_s = profile_interval_of(config, None) if interval_s is None else interval_s  # has to count as well
-        return _train(config, progress, stop, interval_s, allowed)
+        for restart in itertools.count(1):
+            try:
+                return _train(config, progress, stop, interval_s, allowed)
+            except GroupLost as error:
+                if restart > config.run.max_restarts or stop.reason is not None:
+                    raise
+                log.warning("%s; the run goes on from its last checkpoint (%d of run.max_restarts)", error, restart)
+                RunFolder(config.run.dir).event("restarted", reason=str(error), restart=restart)
+        raise AssertionError
 
 
 def _train(
     config: RunConfig, progress: TrainProgress, stop: StopRequest, interval_s: float, allowed: Collection[str]
 ) -> TrainReport:
     from paceline.eval.validation import Validation
-    from paceline.train.checkpoint import saved_num_anchors
+    from paceline.train.checkpoint import newest, saved_num_anchors
     from paceline.train.loop import TrainLoop, restore
     from paceline.train.trackers import Trackers, check_packages
 
@@ -217,19 +227,19 @@ def _train(
         compiles = resolved.config.run.device.startswith("cuda") and resolved.config.kernels.compile
         if compiles:
             progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
-        if resolved.config.topology.executor == "ray":
-            progress.phase("starting the targets' processes")
-        targets = open_targets(resolved, run, lambda: stop.reason, stack)
-        target = targets.target
         num_anchors = None if "anchors.per_token" in allowed else saved_num_anchors(run.checkpoints)
         if num_anchors is not None:  # a GPU rounds them, a CPU does not
             resolved = dataclasses.replace(resolved, num_anchors=num_anchors)
+        if resolved.config.topology.executor == "ray":
+            progress.phase("starting processes on Ray")
+        targets = open_targets(resolved, run, lambda: stop.reason, stack)
+        target = targets.target
         packing = "packed" if targets.packed else "per_document"
         config = resolved.config.model_copy(
             update={"target": resolved.config.target.model_copy(update={"packing": packing})}
         )
         resolved = dataclasses.replace(resolved, config=config)
-        trainer = build_trainer(resolved, target)
+        trainer = build_group(resolved, targets, newest(run.checkpoints), stack)
         measures = config.eval.every_steps is not None
         state = restore(
             run, trainer, _fresh_state(resolved, targets.fingerprint), allowed, validation_chooses=not measures
@@ -303,7 +313,7 @@ def _train(
             try:
                 report = loop.run(between)
             except Exception as error:
-                if isinstance(error, PipelineError):
+                if isinstance(error, PipelineError) and not isinstance(error, GroupLost):
                     error = explained(error, resolved, shape)
                 run.event("failed", step=loop.step, reason=str(error) or type(error).__name__)
                 raise error
@@ -359,35 +369,32 @@ def explained(error: PipelineError, resolved: ResolvedRun, shape: TargetShape) -
 
 def build_trainer(resolved: ResolvedRun, target: Target) -> TrainStep:
     """A fresh drafter, or that of `draft.init`, beside its target, with its optimizer."""
-    import torch
+    from paceline.train.build import Recipe, new_step
 
-    from paceline.models.draft import drafter_class
-    from paceline.train.step import TrainStep
+    return new_step(Recipe.of(resolved), build_drafter(resolved, target), target)
 
-    config = resolved.config
-    dtype = getattr(torch, config.draft.dtype)
-    drafter = drafter_class(config.draft.kind)(resolved.draft).to(target.device)
-    drafter.set_draft_vocab(resolved.draft_token_ids)
-    head = drafter.own_head(target.head)
-    if (weights := load_initial(config)) is None:
-        drafter.initialise(config.run.seed, target.embed, head)
-    else:
-        drafter.load_state_dict(weights.state_dict())
-    return TrainStep(
-        drafter,
-        target.embed,
-        head.to(dtype),
-        config.optim,
-        num_anchors=resolved.num_anchors,
-        stratify_anchors=config.anchors.stratify,
-        loss=config.loss,
-        seed=config.run.seed,
-        total_steps=resolved.total_steps,
-        batches_per_step=resolved.batches_per_step,
-        dtype=dtype,
-        kernels=config.kernels,
-        recompute=config.draft.recompute,
-    )
+
+def build_drafter(resolved: ResolvedRun, target: Target) -> DFlashDrafter:
+    """A fresh drafter, or that of `draft.init`."""
+    from paceline.train.build import Recipe, new_drafter
+
+    weights = load_initial(resolved.config)
+    return new_drafter(Recipe.of(resolved), target, None if weights is None else weights.state_dict())
+
+
+def build_group(resolved: ResolvedRun, targets: Targets, place: Path | None, stack: contextlib.ExitStack) -> TrainStep:
+    """The training step of this process, or of all drafter ranks, which go on from a checkpoint if there is one."""
+    if targets.ranks is None:
+        return build_trainer(resolved, targets.target)
+    from paceline.cluster.drafters import GroupStep
+    from paceline.train.build import Recipe, new_step
+
+    drafter = build_drafter(resolved, targets.target)
+    group = targets.ranks.join(targets.host, drafter, place)
+    trainer = GroupStep(new_step(Recipe.of(resolved), drafter, targets.target, group), targets.ranks)
+    stack.callback(trainer.close)
+    targets.ranks.joined()
+    return cast("TrainStep", trainer)  # it has the same face
 
 
 def build_saver(
@@ -420,6 +427,7 @@ def build_saver(
         on_saved=on_saved,
         on_failed=on_failed,
         pinned=pinned,
+        gather=trainer.gather_buffers,
     )
 
 
@@ -544,12 +552,13 @@ def _run_record(resolved: ResolvedRun, targets: Targets, trainer: TrainStep, ste
     config = resolved.config
     here = {"pid": os.getpid(), "host": platform.node(), "device": config.run.device}
     roles = [f"target-{i}" for i in range(config.topology.targets)]
+    roles += [f"drafter-{i}" for i in range(config.topology.drafters)]
     return {
         "pid": os.getpid(),
         "host": platform.node(),
         "started": time.time(),
         "resumed_from_step": step,
-        "roles": {role: targets.roles.get(role, here) for role in (*roles, "drafter-0")},
+        "roles": {role: targets.roles.get(role, here) for role in roles},
         "packing": targets.packing_note,
         "quantization": targets.quantization_note,
         "attention": trainer.attention_note,

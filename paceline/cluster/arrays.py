@@ -5,17 +5,13 @@ A torch tensor in Ray's object store is pickled, some thirty times slower than a
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.records import FeatureBatch, TokenBatch
-
-# PyTorch knows no read-only tensors, as Ray's objects are, and says so once; nothing writes to features.
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 class Packed(NamedTuple):
@@ -31,6 +27,26 @@ class Packed(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Arrays(NamedTuple):
+    """Features of a batch as they travel."""
+
+    context_feature: Packed
+    last_hidden: Packed | None
+
+
+@dataclass(frozen=True)
+class AwayBatch(FeatureBatch):
+    """Features that are for another process: shapes alone here, ``meta`` tensors.
+
+    Attributes:
+        rank: The drafter whose micro-batch it is.
+        reference: Ray's, to `Arrays`; None: that process makes them itself.
+    """
+
+    rank: int = 0
+    reference: Any = None
+
+
 def pack(tensor: Tensor) -> Packed:
     """A host tensor as bytes; they share its memory where it is in one piece."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -42,7 +58,11 @@ def unpack(packed: Packed) -> Tensor:
     dtype = getattr(torch, packed.dtype)
     if not len(packed.data):  # has no strides to go by
         return torch.empty(packed.shape, dtype=dtype)
-    return torch.from_numpy(np.asarray(packed.data)).view(dtype).view(packed.shape)
+    try:
+        flat = torch.from_dlpack(packed.data)  # without `from_numpy`'s warning of arrays that are read-only
+    except BufferError:  # older numpy gives none of those away
+        flat = torch.from_numpy(packed.data)
+    return flat.view(dtype).view(packed.shape)
 
 
 def pack_tokens(tokens: TokenBatch) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ def ray_cluster(address: str | None, needs: Needs, own_device: str = "cpu") -> I
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address is None:  # else it listens on every interface, whatever address it is given; read when it is imported
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         import ray
     except ImportError as error:
@@ -72,7 +75,6 @@ def ray_cluster(address: str | None, needs: Needs, own_device: str = "cpu") -> I
             "num_gpus": needs.processes * needs.gpus,
             "include_dashboard": False,
             "object_store_memory": max(MIN_STORE_BYTES, int(STORE_SLACK * needs.store_bytes)),
-            "_node_ip_address": "127.0.0.1",
         }
     else:
         options["address"] = address
@@ -85,9 +87,19 @@ def ray_cluster(address: str | None, needs: Needs, own_device: str = "cpu") -> I
         raise ConfigError(f"{where}: {error}") from error
     try:
         check_size(ray, needs)
-        yield ray
+        with contextlib.redirect_stdout(sys.stderr):  # Ray tells there of processes that died; a report may follow
+            yield ray
     finally:
         ray.shutdown()
+
+
+def own_host(address: str | None) -> str:
+    """The address by which others of the cluster reach this process."""
+    if address is None:
+        return "127.0.0.1"
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _check_address(address: str | None) -> None:

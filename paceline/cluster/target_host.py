@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import paceline
-from paceline.cluster.arrays import Packed, pack, unpack, unpack_tokens
+from paceline.cluster.arrays import Arrays, Packed, pack, unpack, unpack_tokens
 from paceline.config import RunConfig, parse_config
 from paceline.errors import PacelineError
 from paceline.profiling import stages
@@ -48,16 +48,23 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Made:
-    """Features of a batch, as they travel.
+    """What there is to say of a batch's features, beside them.
 
     Attributes:
+        context_feature, last_hidden: Type and shape of each.
         busy_s, idle_s: Seconds for making them, and without work before that.
     """
 
-    context_feature: Packed
-    last_hidden: Packed | None
+    context_feature: tuple[str, tuple[int, ...]]
+    last_hidden: tuple[str, tuple[int, ...]] | None
     busy_s: float
     idle_s: float
+
+    @classmethod
+    def of(cls, arrays: Arrays, busy_s: float, idle_s: float) -> Made:
+        """What is said of these."""
+        context, last = arrays
+        return cls((context.dtype, context.shape), None if last is None else (last.dtype, last.shape), busy_s, idle_s)
 
 
 class TargetHost:
@@ -103,8 +110,8 @@ class TargetHost:
             quantization_note=self._target.quantization_note,
         )
 
-    def features(self, fields: dict[str, Any]) -> Made:
-        """Features of a row from `pack_tokens`."""
+    def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
+        """Features of a row from `pack_tokens`; the first part is small, and may be had without the second."""
         with stages.named_thread(self._role), stages.as_role(self._role):
             started = time.perf_counter()
             idle_s = started - self._free_since if self._is_waiting else 0.0
@@ -116,7 +123,8 @@ class TargetHost:
                 with stages.PREV_CPU_COPY_SYNC:
                     feature = self._on_host("context", batch.context_feature)
                     last = None if batch.last_hidden is None else self._on_host("last", batch.last_hidden)
-                return Made(feature, last, time.perf_counter() - started, idle_s)
+                arrays = Arrays(feature, last)
+                return Made.of(arrays, time.perf_counter() - started, idle_s), arrays
             finally:
                 self._begin_wait()
 

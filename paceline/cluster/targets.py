@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import paceline
-from paceline.cluster.arrays import num_bytes, pack, pack_tokens, unpack
+from paceline.cluster.arrays import Arrays, AwayBatch, num_bytes, pack, pack_tokens, unpack
 from paceline.cluster.target_host import Loaded, Made, TargetHost
 from paceline.config import RunConfig
 from paceline.errors import ModelError, PipelineError
@@ -47,6 +47,11 @@ class _Place:
         return self.lost is None and self.loaded is not None
 
 
+def _without_memory(size: tuple[str, tuple[int, ...]]) -> Tensor:
+    """A tensor of this type and shape, of which there is nothing here."""
+    return torch.empty(size[1], dtype=getattr(torch, size[0]), device="meta")
+
+
 class RemoteTargets:
     """N target processes of a Ray cluster.
 
@@ -57,6 +62,7 @@ class RemoteTargets:
         device: Where features are to be.
         event: Writes a line of ``events.jsonl``.
         should_stop: True-like once a stop was asked for.
+        rank_of: Whose a micro-batch is; of other ranks than 0 features do not come here.
 
     Attributes:
         lanes: Calls that a target has at a time: one is made while the result of another travels.
@@ -74,7 +80,9 @@ class RemoteTargets:
         *,
         event: Callable[..., None],
         should_stop: Callable[[], object],
+        rank_of: Callable[[int], int] = lambda number: 0,
     ) -> None:
+        self._rank_of = rank_of
         self._ray = ray
         self._config = config
         self._read_batch = read_batch
@@ -134,19 +142,24 @@ class RemoteTargets:
         """
         with stages.READ_BATCH:
             tokens = self._read_batch(number)
-        made: Made = self._call(role, number, "features", pack_tokens(tokens))
+        rank = self._rank_of(number)
+        made, arrays = self._call(role, number, "features", pack_tokens(tokens), is_for_here=rank == 0)
+        if rank != 0:
+            last = None if made.last_hidden is None else _without_memory(made.last_hidden)
+            batch: FeatureBatch = AwayBatch(
+                tokens, _without_memory(made.context_feature), last, rank=rank, reference=arrays
+            )
+        else:
+            last = None if arrays.last_hidden is None else self._here(unpack(arrays.last_hidden))
+            batch = FeatureBatch(tokens, self._here(unpack(arrays.context_feature)), last)
         with self._lock:
             self._idle_s += made.idle_s
-        feature = self._here(unpack(made.context_feature))
-        last = None if made.last_hidden is None else self._here(unpack(made.last_hidden))
-        batch = FeatureBatch(tokens, feature, last)
-        with self._lock:
             self.num_bytes += num_bytes(batch)
         return batch
 
     def document_features(self, input_ids: Tensor) -> Tensor:
         """Context features ``[n, L*D]`` of a document alone, on the host."""
-        return unpack(self._call("target-0", None, "document", pack(input_ids)))
+        return unpack(self._call("target-0", None, "document", pack(input_ids))[0])
 
     def take_idle(self) -> float:
         """Seconds since the last call in which targets had nothing to do, summed over them."""
@@ -163,21 +176,28 @@ class RemoteTargets:
             torch.cuda.current_stream(self._device).synchronize()
         return copied
 
-    def _call(self, role: str, number: int | None, method: str, *args: Any) -> Any:
+    def _call(
+        self, role: str, number: int | None, method: str, *args: Any, is_for_here: bool = False
+    ) -> tuple[Any, Any]:
+        """What a call gives, and of two values the second one by reference, unless it is for here."""
         place = self._choose(role)
         actor = place.actor
         with self._lock:
             place.num_calls += 1
         try:
-            call = getattr(actor, method).remote(*args)
+            if method != "features":
+                return self._ray.get(getattr(actor, method).remote(*args)), None
+            first, second = actor.features.options(num_returns=2).remote(*args)
             with stages.REMOTE_WAIT:
-                self._ray.wait([call], fetch_local=False)
+                made: Made = self._ray.get(first)
+            if not is_for_here:
+                return made, second
             started = time.perf_counter()
             with stages.FETCH:  # of another host, or nothing but a view
-                result = self._ray.get(call)
+                arrays: Arrays = self._ray.get(second)
             with self._lock:
                 self.fetch_s += time.perf_counter() - started
-            return result
+            return made, arrays
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause
             if "CUDA error" not in str(cause):

@@ -121,7 +121,7 @@ def resolve(
 
     layout = config.topology.layout
     if layout == "auto":
-        is_split = not on_gpu or config.topology.targets > 1 or config.topology.executor == "ray"
+        is_split = not on_gpu or config.topology.targets > 1
         layout = "split" if is_split else "colocated"
     _check_targets(config, shape, layout)
     queue_depth = config.pipeline.queue_depth
@@ -273,6 +273,8 @@ def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:
     if config.topology.executor == "ray":
         _check_ray(config, layout)
         return
+    if config.topology.drafters > 1:
+        raise ConfigError(f"topology.drafters={config.topology.drafters} with executor=local: use executor=ray")
     if config.topology.address is not None:
         raise ConfigError(
             f"topology.address={config.topology.address} with executor=local: it names a Ray cluster; use executor=ray"
@@ -285,8 +287,11 @@ def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:
 
 
 def _check_ray(config: RunConfig, layout: str) -> None:
-    if layout != "split":
-        raise ConfigError(f"topology.layout={layout} with executor=ray is not there yet; use layout=split")
+    if layout == "colocated" and config.topology.drafters == 1:
+        raise ConfigError(
+            "topology.layout=colocated with executor=ray and one drafter is one process: use executor=local, more "
+            "topology.drafters, or layout=split"
+        )
     if config.pipeline.feature_cache_gib:
         raise ConfigError(
             f"pipeline.feature_cache_gib={config.pipeline.feature_cache_gib} with executor=ray: features are made "

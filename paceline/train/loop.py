@@ -443,6 +443,8 @@ class TrainLoop:
             numbers.append(number)
             if sums.batches < self.resolved.batches_per_step and number + 1 < self.resolved.end_batch:
                 continue
+            with self._failing_as_drafter(number):
+                sums += self.trainer.gather()
             sums.put_wait_s, sums.get_wait_s, sums.ready_wait_s = stream.take_waits()
             if sums.num_rows == 0:  # no step number is used up
                 self._settle(0, metrics)  # else they could be taken back with the update before

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.config import Optim
 from paceline.kernels.adamw import SPAN_ELEMENTS, adamw_, squared_norm
+from paceline.train.group import Group
 
 EPS = 1e-8
 """Added to AdamW's denominator: PyTorch's own default."""
@@ -28,6 +29,9 @@ def learning_rate(step: int, total_steps: int, optim: Optim) -> float:
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * cosine)
 
+
+BUFFERS = ("master", "exp_avg", "exp_avg_sq")
+"""What updates change, float32: each is one flat buffer."""
 
 ALIGNMENT = 64
 """Elements that a tensor's place in a flat buffer is a multiple of on the CPU; on CUDA it is `SPAN_ELEMENTS`."""
@@ -53,18 +57,19 @@ class MasterAdamW:
         masters: float32 by name.
         exp_avg, exp_avg_sq: AdamW's averages, float32 by name.
         failed: float32 scalar on the device: 1 once a gradient was not finite.
+        group: The drafters that update together; here it is one, `sharded.ShardedAdamW` is for more.
+        num_elements: Length of a flat buffer.
     """
 
     def __init__(self, drafter: nn.Module, optim: Optim, dtype: torch.dtype, sums_gradients: bool) -> None:
-        self.optim = optim
-        self._parameters = dict(drafter.named_parameters())
-        device = next(iter(self._parameters.values())).device
+        self._begin(drafter, optim, Group())
+        device = self.failed.device
         alignment = SPAN_ELEMENTS if device.type == "cuda" else ALIGNMENT
         places, end = {}, 0
         for name, parameter in sorted(self._parameters.items(), key=lambda item: item[1].dim() <= 1):
             places[name] = end
             end += math.ceil(parameter.numel() / alignment) * alignment
-        self._places = places
+        self._places, self.num_elements = places, end
         vectors = [places[name] for name, parameter in self._parameters.items() if parameter.dim() <= 1]
         self._edges = (0, min(vectors, default=end), end)
         self._flat = {"master": torch.zeros(end, device=device)}
@@ -79,12 +84,18 @@ class MasterAdamW:
             self._flat_copy.copy_(self._flat["master"])
         self._flat |= {key: torch.zeros(end, device=device) for key in ("exp_avg", "exp_avg_sq")}
         self.exp_avg, self.exp_avg_sq = (self._views(self._flat[key]) for key in ("exp_avg", "exp_avg_sq"))
+        if sums_gradients:
+            self.sum_gradients()
+
+    def _begin(self, drafter: nn.Module, optim: Optim, group: Group) -> None:
+        """What does not depend on how the buffers lie."""
+        self.optim, self.group = optim, group
+        self._parameters = dict(drafter.named_parameters())
+        device = next(iter(self._parameters.values())).device
         self.failed = torch.zeros((), device=device)
         self._hyper = torch.zeros(4, device=device)
         self._being_copied: torch.cuda.Event | None = None
         self._flat_sums: Tensor | None = None
-        if sums_gradients:
-            self.sum_gradients()
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         return {
@@ -96,7 +107,7 @@ class MasterAdamW:
         """From now on keep float32 sums of gradients, in place for good: for several micro-batches, and for graphs."""
         if self._flat_sums is not None:
             return
-        self._flat_sums = torch.zeros_like(self._flat["master"])
+        self._flat_sums = torch.zeros(self.num_elements, device=self.failed.device)
         for name, total in self._views(self._flat_sums).items():
             parameter, add = self._parameters[name], _adding_to(total)
             if parameter.grad is not None:
@@ -124,11 +135,7 @@ class MasterAdamW:
         """
         grads = self.gradients()
         in_order = [grads[name] for name in self._places if name in grads]  # as the buffer of the sums has them
-        norm = squared_norm(in_order if self._flat_sums is None else [self._flat_sums]).sqrt() / weight
-        norm = norm.float()
-        self.failed.copy_(torch.maximum(self.failed, (~norm.isfinite()).float()))
-        scale = (self.optim.clip / (norm + 1e-6)).clamp(max=1.0) / weight
-        self._hyper[3].copy_(torch.where(self.failed > 0, 0.0, scale))
+        norm = self._clip(squared_norm(in_order if self._flat_sums is None else [self._flat_sums]), weight)
         if self._flat_sums is None:
             for name, grad in grads.items():
                 copy = None if self._copies is None else self._copies[name]
@@ -139,6 +146,14 @@ class MasterAdamW:
                 master, exp_avg, exp_avg_sq = (flat[start:end] for flat in self._flat.values())
                 self._update(master, exp_avg, exp_avg_sq, self._flat_sums[start:end], copy, segment == 0)
         self.zero_grad()
+        return norm
+
+    def _clip(self, squares: Tensor, weight: Tensor) -> Tensor:
+        """The norm before clipping; what the gradient is multiplied by goes to where the update reads it."""
+        norm = (squares.sqrt() / weight).float()
+        self.failed.copy_(torch.maximum(self.failed, (~norm.isfinite()).float()))
+        scale = (self.optim.clip / (norm + 1e-6)).clamp(max=1.0) / weight
+        self._hyper[3].copy_(torch.where(self.failed > 0, 0.0, scale))
         return norm
 
     def _update(
@@ -167,12 +182,18 @@ class MasterAdamW:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def buffers(self) -> dict[str, Tensor]:
-        """All that updates change, float32, each in one piece: ``master``, ``exp_avg`` and ``exp_avg_sq``."""
-        return dict(self._flat)
+    def copy_buffers(self, copies: Mapping[str, Tensor] | None) -> None:
+        """Copy the `BUFFERS` to tensors of `num_elements` under the same names; the host does not wait.
+
+        Args:
+            copies: None where there are none, which is so in a group only.
+        """
+        assert copies is not None
+        for key, flat in self._flat.items():
+            copies[key].copy_(flat, non_blocking=True)
 
     def named(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Views by name of one of the buffers, or of a copy of it."""
+        """Views by name of a copy of one of the buffers."""
         views = self._views(buffer)
         return {name: views[name] for name in self.masters}
 

@@ -20,7 +20,7 @@ from paceline.models.draft import DFlashDrafter
 from paceline.profiling import stages
 from paceline.train import checkpoint
 from paceline.train.checkpoint import Content, TrainState
-from paceline.train.optim import MasterAdamW
+from paceline.train.optim import BUFFERS, MasterAdamW
 
 log = logging.getLogger(__name__)
 
@@ -37,23 +37,26 @@ CLOSE_S = 30.0
 class Snapshot:
     """Copies on the host of all tensors of a checkpoint, in memory that is taken once.
 
+    In a group of drafters it is rank 0's, and taken by a collective.
+
+    Args:
+        is_pinned: Whether the memory is such that a GPU need not be waited for; on the CPU it never is.
+
     Raises: MemoryError, RuntimeError where that much memory cannot be had.
     """
 
-    def __init__(self, drafter: DFlashDrafter, optimizer: MasterAdamW) -> None:
+    def __init__(self, drafter: DFlashDrafter, optimizer: MasterAdamW, *, is_pinned: bool = True) -> None:
         self._shape, self._optimizer = drafter.shape, optimizer
-        self._sources = optimizer.buffers()
-        others = {name: tensor for name, tensor in drafter.state_dict().items() if name not in optimizer.masters}
-        self._names = list(others)
-        self._sources |= others
-        device = self._sources["master"].device
+        self._others = {name: tensor for name, tensor in drafter.state_dict().items() if name not in optimizer.masters}
+        device = optimizer.failed.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
-        if self._stream is None:  # pinned memory is real from the start, and refused where it is not there
-            _ask_for(sum(tensor.numel() * tensor.element_size() for tensor in self._sources.values()))
+        places = {key: torch.empty(optimizer.num_elements, device="meta") for key in BUFFERS} | self._others
+        is_pinned &= self._stream is not None
+        if not is_pinned:  # pinned memory is real from the start, and refused where it is not there
+            _ask_for(sum(tensor.numel() * tensor.element_size() for tensor in places.values()))
         self._copies = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None)
-            for name, tensor in self._sources.items()
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned) for name, tensor in places.items()
         }
 
     def take(self) -> None:
@@ -61,23 +64,30 @@ class Snapshot:
         if self._stream is None:
             self._copy()
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        current = torch.cuda.current_stream(self._stream.device)
+        is_gathered = self._optimizer.group.size > 1  # the collectives keep their order on the stream of all others
+        stream = current if is_gathered else self._stream
+        stream.wait_stream(current)
         self._copied = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             self._copy()
             self._copied.record()
-        self._optimizer.update_after(self._copied)
+        if not is_gathered:
+            self._optimizer.update_after(self._copied)
 
     def content(self, state: TrainState) -> Content:
-        """What to write, once the copies are there; from any thread."""
+        """What to write, once the copies are there; from any thread. Raises: PipelineError if they will not be."""
         if self._copied is not None:
             self._copied.synchronize()
+            self._optimizer.group.check()
+            self._copied = None  # a group that ends later takes nothing back
         masters = self._optimizer.named(self._copies["master"])
-        others = {name: self._copies[name] for name in self._names}
+        others = {name: self._copies[name] for name in self._others}
         return Content(state, self._shape, others | masters, self._optimizer.state(state.step, self._copies))
 
     def _copy(self) -> None:
-        for name, source in self._sources.items():
+        self._optimizer.copy_buffers(self._copies)
+        for name, source in self._others.items():
             self._copies[name].copy_(source, non_blocking=True)
 
 
@@ -112,6 +122,8 @@ class Saver:
         on_saved: Told step and folder of each checkpoint that is on the disk, in the writing thread.
         on_failed: Told step and reason of each failed write, in the writing thread.
         pinned: Names of checkpoints that are not to be removed now, as `checkpoint.retain` has it.
+        gather: In a group of drafters: called before a snapshot is taken; has every other rank call
+            `optimizer.copy_buffers(None)`, and does not wait for them.
 
     Attributes:
         saved_step: Step of the last checkpoint that this saver has written.
@@ -129,8 +141,10 @@ class Saver:
         on_saved: Callable[[int, Path], None],
         on_failed: Callable[[int, str], None],
         pinned: Callable[[], Collection[str]] = frozenset,
+        gather: Callable[[], object] = lambda: None,
     ) -> None:
         self._pinned = pinned
+        self._gather = gather
         self._folder, self._drafter, self._optimizer = folder, drafter, optimizer
         self._keep, self._on_saved, self._on_failed = keep, on_saved, on_failed
         self.saved_step: int | None = None
@@ -168,6 +182,8 @@ class Saver:
                 self._write_in_foreground(state, is_best, before)
                 return
             assert self._snapshot is not None
+            if self._optimizer.group.size > 1:
+                self._gather()
             self._snapshot.take()
             with self._changed:
                 snapshot = self._snapshot
@@ -227,8 +243,31 @@ class Saver:
     def _write_in_foreground(self, state: TrainState, is_best: bool, before: Callable[[], object]) -> None:
         """The tensors themselves are written: a failure cannot be made good once they have changed."""
         drafter, optimizer = self._drafter, self._optimizer
+        if optimizer.group.size > 1:
+            self._gather_in_foreground(state, is_best, before)
+            return
         weights, moments = drafter.state_dict() | optimizer.masters, optimizer.state(state.step)
         self._try(_Handed(state, is_best, lambda: Content(state, drafter.shape, weights, moments), before))
+
+    def _gather_in_foreground(self, state: TrainState, is_best: bool, before: Callable[[], object]) -> None:
+        """No rank holds it all: there has to be memory for it, now if not at the start."""
+        self._gather()
+        snapshot, refusal = None, MemoryError()
+        try:
+            snapshot = Snapshot(self._drafter, self._optimizer, is_pinned=False)
+        except MemoryError as error:
+            refusal = error
+        if snapshot is None:
+            self._optimizer.copy_buffers(None)  # the other ranks are let through
+        else:
+            snapshot.take()
+
+        def content() -> Content:
+            if snapshot is None:
+                raise refusal
+            return snapshot.content(state)
+
+        self._try(_Handed(state, is_best, content, before))
 
     def _run(self) -> None:
         with stages.named_thread("checkpoint"), stages.as_role("checkpoint"):

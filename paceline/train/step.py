@@ -27,8 +27,10 @@ from paceline.kernels.linear_cross_entropy import DPace, Head, chunk_rows
 from paceline.models.draft import Attend, Call, DFlashDrafter, Layout, call
 from paceline.profiling import stages
 from paceline.records import FeatureBatch, StepResult, StepSums
+from paceline.train.group import Group
 from paceline.train.inputs import BlockInputs, Staging, draw_blocks
 from paceline.train.optim import MasterAdamW, learning_rate
+from paceline.train.sharded import ShardedAdamW
 
 
 @dataclass(frozen=True)
@@ -40,21 +42,24 @@ class PendingResult:
         values: float64 ``[5]`` on the host: sums of loss, weight and committed tokens, gradient norm, failed or not.
         arrived: Recorded behind the copy to the host; None on the CPU.
         is_timed: Whether that event tells the time.
+        group: The drafters that have made the update.
     """
 
     lr: float
     values: Tensor
     arrived: torch.cuda.Event | None
     is_timed: bool = False
+    group: Group = dataclasses.field(default_factory=Group)
 
     def read(self) -> StepResult:
-        """Wait until the update is done, and give its result."""
+        """Wait until the update is done, and give its result. Raises: PipelineError if the group is broken off."""
         with stages.GRAD_NORM_ITEM:
             if self.arrived is not None:
                 had_arrived = self.arrived.query()
                 self.arrived.synchronize()
                 if self.is_timed and not had_arrived:
                     stages.synchronised(self.arrived)
+        self.group.check()
         loss, weight, committed, grad_norm, failed = self.values.tolist()
         return StepResult(
             loss=loss / weight if weight else 0.0,
@@ -81,6 +86,8 @@ class TrainStep:
         dtype: Compute type.
         kernels: What a GPU runs with; None: the defaults.
         recompute: `draft.recompute`.
+        group: The drafters that make a step together, each with some of its micro-batches; None: this one alone.
+        shards_gradients: Whether ranks of a group hold no whole gradient sums; see `ShardedAdamW`.
 
     Attributes:
         depth: Updates that may be under way before the result of one is read.
@@ -103,7 +110,10 @@ class TrainStep:
         dtype: torch.dtype,
         kernels: Kernels | None = None,
         recompute: bool = False,
+        group: Group | None = None,
+        shards_gradients: bool = False,
     ) -> None:
+        self.group = group or Group()
         self.drafter = drafter
         self.embed = embed
         self.head = head
@@ -121,10 +131,16 @@ class TrainStep:
         kernels = kernels or Kernels()
         self._attention, self.attention_note = _choose_attention(kernels, drafter, num_anchors, dtype)
         self._is_static = self._attention != "per_document"
-        graphs = kernels.cuda_graphs if self._is_static else "off"
-        self.optimizer = MasterAdamW(
-            drafter, optim, dtype, sums_gradients=dtype != torch.float32 and batches_per_step > 1
-        )
+        self._sharded: ShardedAdamW | None = None  # where each micro-batch ends with collectives
+        self.optimizer: MasterAdamW
+        if self.group.size == 1:
+            self.optimizer = MasterAdamW(
+                drafter, optim, dtype, sums_gradients=dtype != torch.float32 and batches_per_step > 1
+            )
+        else:
+            self.optimizer = sharded = ShardedAdamW(drafter, optim, dtype, self.group, shards_gradients)
+            self._sharded = sharded if shards_gradients else None
+        graphs = kernels.cuda_graphs if self._is_static and self._sharded is None else "off"
         self._run: Call = run_compiled if self._is_static and kernels.compile else call
         self._recompute = recompute
         self._run_batch = GraphRunner(
@@ -141,11 +157,28 @@ class TrainStep:
         self._masks: BlockMasks | None = None
         self._features: FeatureBatch | None = None
 
-    def accumulate(self, features: FeatureBatch) -> StepSums:
+    def accumulate(self, features: FeatureBatch | None) -> StepSums:
         """Forward and backward of one micro-batch; gradients of its weighted sum are added up, not yet divided.
+
+        With `shards_gradients` it ends with collectives, so that the ranks take turns together: a rank for which there
+        is no micro-batch in a turn gives None.
 
         Returns: what the host knows of it; `num_rows` 0 means that there was nothing to learn.
         """
+        sums = StepSums() if features is None else self._accumulate(features)
+        if self._sharded is not None:
+            with stages.BACKWARD:
+                self._sharded.reduce()
+        return sums
+
+    def gather(self) -> StepSums:
+        """Sums of micro-batches that others have accumulated since the last call: there are none."""
+        return StepSums()
+
+    def gather_buffers(self) -> None:
+        """Have other ranks give what this one writes: there are none."""
+
+    def _accumulate(self, features: FeatureBatch) -> StepSums:
         tokens, block_size = features.tokens, self.drafter.shape.block_size
         with stages.DRAW_BLOCKS:
             anchors, inputs, num_rows = draw_blocks(
@@ -179,22 +212,23 @@ class TrainStep:
         """Divide the gradients by the step's weight, clip, and update; `step` counts the updates before this one.
 
         A loss or gradient that is not finite updates nothing, neither now nor later until `drop`; the result says so.
+        In a group all ranks update, also those without micro-batches, and have the same result.
         """
         lr = learning_rate(step, self.total_steps, self.optim)
         with stages.OPTIMIZER:
             self.optimizer.set_rate(lr, step)
-            if self._run_batch.is_replaying:  # gradients then stay in place
+            if self._run_batch.is_replaying and self.group.size == 1:  # gradients then stay in place
                 self._replay_update()
             else:
                 self._launch_update(0)
         if not self._is_on_gpu:
-            return PendingResult(lr, self._result.clone(), None)
+            return PendingResult(lr, self._result.clone(), None, group=self.group)
         values = torch.empty(5, dtype=torch.float64, pin_memory=True)
         values.copy_(self._result, non_blocking=True)
         is_timed = stages.times_device()
         arrived = torch.cuda.Event(enable_timing=is_timed)
         arrived.record()
-        return PendingResult(lr, values, arrived, is_timed)
+        return PendingResult(lr, values, arrived, is_timed, self.group)
 
     @property
     def graphs_note(self) -> str:
@@ -206,19 +240,20 @@ class TrainStep:
         return self._result[0] / self._result[1]
 
     def drop(self) -> None:
-        """Forget the micro-batches since the last update, and a gradient that was not finite."""
+        """Forget the micro-batches since the last update, and a gradient that was not finite; on all ranks of a group
+        or on none."""
         self._sums.zero_()
         self.optimizer.zero_grad()
         self.optimizer.failed.zero_()
 
     def not_finite(self, features: FeatureBatch) -> str | None:
         """What of a micro-batch is not finite: ``features``, ``loss`` or ``gradient``; None if all is. Waits for the
-        device, and drops what has been gathered for the next update."""
+        device, and drops what has been gathered for the next update. In a group it asks no other rank."""
         hidden = [features.context_feature] + ([] if features.last_hidden is None else [features.last_hidden])
         if not all(bool(each.isfinite().all()) for each in hidden):
             return "features"
         self.drop()
-        has_rows = self.accumulate(features).num_rows > 0
+        has_rows = self._accumulate(features).num_rows > 0
         loss = bool(self._sums.isfinite().all())
         gradient = all(bool(grad.isfinite().all()) for grad in self.optimizer.gradients().values())
         self.drop()
@@ -291,8 +326,9 @@ class TrainStep:
         self._sums += torch.stack([loss.detach().double(), weight.double(), committed.double()])
 
     def _launch_update(self, _variant: int) -> None:
-        norm = self.optimizer.apply(self._sums[1] + 0.0 * self._sums[0])  # a loss that is not finite updates nothing
-        self._result.copy_(torch.cat([self._sums, norm.double()[None], self.optimizer.failed.double()[None]]))
+        sums = self.group.sum(self._sums)
+        norm = self.optimizer.apply(sums[1] + 0.0 * sums[0])  # a loss that is not finite updates nothing
+        self._result.copy_(torch.cat([sums, norm.double()[None], self.optimizer.failed.double()[None]]))
         self._sums.zero_()
 
 

@@ -99,6 +99,55 @@ def test_a_host_that_is_lost_changes_nothing(
     assert_same_bits(straight[0], run_dir)
 
 
+GROUP = ("optim.tokens_per_step=512", "topology.executor=ray", "topology.drafters=2")
+
+
+@pytest.fixture(scope="module")
+def alone(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The lines of one drafter whose steps have as many micro-batches as those of two."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    return train(toy.config(run_dir, GROUP[0]))[1]
+
+
+def assert_close(seen: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """The same steps, up to the order in which float32 sums are added up."""
+    assert len(seen) == len(wanted)
+    for one, other in zip(seen, wanted, strict=True):
+        assert one["batch"] == other["batch"] and one["tokens"] == other["tokens"]
+        for key in ("loss", "grad_norm", "acceptance_length_est"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4)
+
+
+def test_two_drafters_train_as_one(toy: Toy, alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Targets beside them or in the same processes: the losses are one drafter's, and it goes on what they saved."""
+    split, colocated = tmp_path / "split", tmp_path / "colocated"
+    report, lines = train(toy.config(split, *GROUP, "topology.layout=split"))
+    assert_close(lines, alone)
+    assert report.ledger["trained"] == report.ledger["issued"] and report.best_acceptance_length is not None
+    halves = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 5 else None  # noqa: E731
+    _, first = train(toy.config(colocated, *GROUP, "topology.layout=colocated"), halves)
+    _, second = train(toy.config(colocated, GROUP[0]))
+    assert 5 <= len(first) < len(lines)
+    assert_close([*first, *second], alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["split", "colocated"])
+def test_a_drafter_that_dies_takes_the_run_back_to_its_last_checkpoint(toy: Toy, tmp_path: Path, layout: str) -> None:
+    """The group is started again by itself; the end is that of a run in which nothing happened, bit for bit."""
+    settings = (*GROUP, "data.epochs=8", f"topology.layout={layout}", "checkpoint.every_steps=4")
+    calm, struck = tmp_path / "calm", tmp_path / "struck"
+    train(toy.config(calm, *settings))
+
+    def kill(step: int) -> None:
+        if step == 11 and "restarted" not in events(struck):
+            os.kill(roles(struck)["drafter-1"]["pid"], signal.SIGKILL)
+
+    train(toy.config(struck, *settings), kill)
+    assert_same_bits(calm, struck)
+    assert events(struck).count("restarted") == 1 and "failed" in events(struck)
+
+
 @pytest.mark.slow
 def test_without_targets_the_run_ends_resumable(
     toy: Toy, straight: tuple[Path, list[dict[str, Any]]], tmp_path: Path

@@ -39,11 +39,21 @@ class Actor:
         actor = self
 
         class Method:
-            def remote(self, *args: Any) -> Future[Any]:
+            num_returns = 1
+
+            def options(self, num_returns: int) -> Any:
+                self.num_returns = num_returns
+                return self
+
+            def remote(self, *args: Any) -> Any:
                 actor.calls.append(name)
                 answer: Future[Any] = Future()
                 actor._pool.submit(actor._run, name, args, answer)
-                return answer
+                if self.num_returns == 1:
+                    return answer
+                parts = [Future[Any]() for _ in range(self.num_returns)]
+                answer.add_done_callback(lambda whole: _share(whole, parts))
+                return parts
 
         return Method()
 
@@ -63,6 +73,14 @@ class Actor:
 
     def kill(self) -> None:
         self._dead.set()
+
+
+def _share(whole: Future[Any], parts: list[Future[Any]]) -> None:
+    for number, part in enumerate(parts):
+        if (error := whole.exception()) is not None:
+            part.set_exception(error)
+        else:
+            part.set_result(whole.result()[number])
 
 
 class FakeRay:

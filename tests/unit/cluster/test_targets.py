@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster.arrays import pack, unpack_tokens
+from paceline.cluster.arrays import Arrays, AwayBatch, pack, unpack_tokens
 from paceline.cluster.target_host import Loaded, Made
 from paceline.cluster.targets import RemoteTargets
 from paceline.config import RunConfig, load_config
@@ -37,10 +37,10 @@ class Host:
     def load(self) -> Loaded:
         return Loaded(self.actor, "there", paceline.__version__, fingerprint="same", packed=True)
 
-    def features(self, fields: dict[str, Any]) -> Made:
+    def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
         tokens = unpack_tokens(fields)
-        feature = torch.full((len(tokens.input_ids), 2), float(tokens.number))
-        return Made(pack(feature), None, busy_s=0.5, idle_s=0.25)
+        arrays = Arrays(pack(torch.full((len(tokens.input_ids), 2), float(tokens.number))), None)
+        return Made.of(arrays, busy_s=0.5, idle_s=0.25), arrays
 
     def document(self, input_ids: Any) -> Any:
         return input_ids
@@ -178,7 +178,7 @@ def test_what_fails_in_the_target_comes_out_as_it_was() -> None:
     """An error of the target is no death of its process."""
 
     class Failing(Host):
-        def features(self, fields: dict[str, Any]) -> Made:
+        def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
             raise ZeroDivisionError("of the target")
 
     setting = Setting(Failing)
@@ -192,7 +192,7 @@ def test_a_process_that_has_lost_its_device_is_started_again() -> None:
     """After a CUDA error every call of the process would fail."""
 
     class Broken(Host):
-        def features(self, fields: dict[str, Any]) -> Made:
+        def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
             if self.actor == 0:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
             return super().features(fields)
@@ -233,6 +233,18 @@ def test_a_target_that_does_not_go_with_the_others_is_refused(changes: dict[str,
     setting.ray.actors[1].kill()
     assert setting.train(30).ledger().trained == 30
     assert setting.events[-1][0] == "target is given up"
+
+
+def test_what_is_for_another_rank_does_not_come_here() -> None:
+    """Its batch has shapes and a reference, and passes the same queue."""
+    setting = Setting()
+    setting.targets._rank_of = lambda number: number % 2
+    setting.targets.start()
+    mine, theirs = setting.targets.make(4), setting.targets.make(5)
+    assert mine.context_feature.tolist() == [[4.0, 4.0]] * 6
+    assert isinstance(theirs, AwayBatch) and theirs.rank == 1 and theirs.context_feature.device.type == "meta"
+    assert theirs.num_bytes == mine.num_bytes and theirs.tokens.number == 5
+    assert setting.ray.get(theirs.reference).context_feature.shape == (6, 2)
 
 
 def test_documents_are_asked_of_any_process() -> None:

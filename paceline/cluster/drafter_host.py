@@ -1,0 +1,142 @@
+"""What runs in the process of a drafter rank above 0: the same training step, and in the colocated layout a target.
+
+Rank 0 is the driver itself, which says what is done and when; nothing here knows of steps, batches in order or
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.cluster.arrays import Arrays, Packed, unpack, unpack_tokens
+from paceline.cluster.target_host import write_log_to
+from paceline.config import parse_config
+from paceline.errors import PacelineError
+from paceline.models.draft import DraftShape
+from paceline.profiling import stages
+from paceline.records import FeatureBatch, StepSums
+from paceline.train import checkpoint
+from paceline.train.build import Recipe, new_drafter, new_step
+from paceline.train.group import Group
+from paceline.train.target import check_taps, load_head, load_target
+
+
+@dataclass(frozen=True)
+class RankReady:
+    """What a rank says once it has its drafter. `fingerprint` is that of its target, in the colocated layout."""
+
+    pid: int
+    host: str
+    version: str
+    problem: str | None = None
+    device: str = ""
+    fingerprint: str | None = None
+
+
+class DrafterHost:
+    """A drafter rank in a process of its own.
+
+    Args:
+        tree: The resolved configuration, plain.
+        fields: The rest of the `Recipe`, with arrays in the place of tensors.
+    """
+
+    def __init__(self, tree: dict[str, Any], fields: dict[str, Any], rank: int) -> None:
+        config = parse_config(tree)
+        if config.run.device.startswith("cuda"):  # Ray shows a process the GPUs that are its own
+            config = config.model_copy(update={"run": config.run.model_copy(update={"device": "cuda:0"})})
+        token_ids = fields["draft_token_ids"]
+        self._recipe = Recipe(
+            config,
+            DraftShape(**fields["draft"]),
+            None if token_ids is None else unpack(token_ids).clone(),
+            fields["num_anchors"],
+            fields["batches_per_step"],
+            fields["total_steps"],
+        )
+        self._rank = rank
+        self._role = f"drafter-{rank}"
+        self._folder = Path(config.run.dir)
+        if self._folder.is_dir():
+            write_log_to(self._folder / "logs" / f"{self._role}.log")
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+
+    def load(self) -> RankReady:
+        """Load head or target; problems that another try would have again are told, not raised."""
+        here: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "version": paceline.__version__}
+        config = self._recipe.config
+        is_colocated = config.topology.layout == "colocated"
+        try:
+            self._target = load_target(config) if is_colocated else load_head(config)
+            if is_colocated:
+                check_taps(self._target)
+        except PacelineError as error:
+            return RankReady(**here, problem=f"{type(error).__name__}: {error}")
+        if self._folder.is_dir():
+            on_gpu = config.run.device.startswith("cuda")
+            stages.open_run(self._folder / "profile", times_device=on_gpu, default_role=self._role)
+        fingerprint = self._target.fingerprint() if is_colocated else None
+        return RankReady(**here, device=str(self._target.device), fingerprint=fingerprint)
+
+    def join(
+        self, meeting: tuple[str, int], size: int, timeout_s: float, weights: dict[str, Packed], place: str | None
+    ) -> None:
+        """Meet the other ranks, with the drafter that all of them start from.
+
+        Args:
+            weights: The fresh drafter's.
+            place: Checkpoint to go on from, which this host has to see; None: a fresh start.
+        Raises: PipelineError, CheckpointError.
+        """
+        device = self._target.device
+        drafter = new_drafter(self._recipe, self._target, {n: unpack(w).to(device) for n, w in weights.items()})
+        self._group = Group.open(self._rank, size, meeting, device, timeout_s)
+        self._step = new_step(self._recipe, drafter, self._target, self._group)
+        if place is not None:
+            path = Path(place)
+            state = checkpoint.load_state(path)
+            checkpoint.load_training(path, drafter, self._step.optimizer, is_started=state.step > 0)
+
+    def accumulate(self, fields: dict[str, Any], arrays: Arrays | None) -> StepSums:
+        """One micro-batch: of these features, or in the colocated layout of those that are made here."""
+        with stages.named_thread(self._role), stages.as_role(self._role):
+            return self._step.accumulate(self._features(fields, arrays))
+
+    def not_finite(self, fields: dict[str, Any], arrays: Arrays | None) -> str | None:
+        """As `TrainStep.not_finite`."""
+        return self._step.not_finite(self._features(fields, arrays))
+
+    def update(self, step: int) -> None:
+        """Take part in an update; its result is rank 0's to read."""
+        with stages.as_role(self._role):
+            self._step.update(step)
+
+    def drop(self) -> None:
+        """As `TrainStep.drop`."""
+        self._step.drop()
+
+    def copy_buffers(self) -> None:
+        """Take part in gathering what rank 0 writes."""
+        self._step.optimizer.copy_buffers(None)
+
+    def _features(self, fields: dict[str, Any], arrays: Arrays | None) -> FeatureBatch:
+        tokens = unpack_tokens(fields)
+        stages.next_batch(tokens.number)
+        if arrays is None:
+            with stages.GET_WAIT, stages.as_role(f"target-{self._rank}"):
+                return self._target.features(tokens)
+        device = self._target.device
+        with stages.H2D_SYNC:
+            feature = unpack(arrays.context_feature).to(device)
+            last = None if arrays.last_hidden is None else unpack(arrays.last_hidden).to(device)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return FeatureBatch(tokens, feature, last)
