@@ -23,7 +23,7 @@ from paceline.control.socket import ControlError, Verb, serving
 from paceline.control.steering import Steering
 from paceline.files import explain
 from paceline.profiling import inside, stages
-from paceline.profiling.live import Reporter
+from paceline.profiling.live import Others, Reporter
 from paceline.profiling.metrics_endpoint import serving_metrics
 from paceline.profiling.page import Page
 from paceline.profiling.torch_window import TorchWindow
@@ -85,6 +85,7 @@ def observing(
     stop: StopRequest | None = None,
     ledger: Callable[[], dict[str, int]] | None = None,
     saving: Callable[[], dict[str, Any]] | None = None,
+    others: Others | None = None,
 ) -> Iterator[Callable[[], None]]:
     """While entered, stages are counted as the page's control word says, and somebody sees to it that the run moves.
 
@@ -95,6 +96,7 @@ def observing(
         show: Prints a text, from any thread.
         steering, stop: Asked by the control socket.
         ledger, saving: As `Run` has them; called from any thread, and must not wait.
+        others: The run's processes elsewhere.
     Returns: what the drafter's thread calls between micro-batches.
     """
     owner = run_folder if isinstance(run_folder, RunFolder) else RunFolder(run_folder)
@@ -113,7 +115,8 @@ def observing(
             yield passed.one_more
             return
         stack.callback(stages.close_run, page, folder)
-        reporter, window = Reporter(page, folder, show, config.profiling.interval), TorchWindow(folder)
+        reporter = Reporter(page, folder, show, config.profiling.interval, others)
+        window = TorchWindow(folder)
         stack.callback(reporter.stop)
         reporter.start()
         toggles.append(reporter.toggle)

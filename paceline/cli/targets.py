@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.models.target import Target
     from paceline.pipeline.local import FeatureStream
     from paceline.plan.resolve import ResolvedRun
+    from paceline.profiling.live import Others
     from paceline.records import FeatureBatch
 
 
@@ -33,6 +34,9 @@ class Targets:
         roles: Processes elsewhere by role.
         ranks: Drafter ranks above 0; None: there is one drafter.
         host: This process's, for the ranks to meet at.
+        others: The profile pages of all processes elsewhere.
+        actors: Those of targets elsewhere that run at the moment, by role.
+        transport: What has come from them, as `RemoteTargets.transport` has it; None: nothing travels.
     """
 
     target: Target
@@ -46,6 +50,9 @@ class Targets:
     roles: dict[str, dict[str, Any]]
     ranks: RemoteRanks | None = None
     host: str = "127.0.0.1"
+    others: Others | None = None
+    actors: Callable[[], dict[str, Any]] = dict
+    transport: Callable[[], dict[str, float]] | None = None
 
 
 def open_targets(
@@ -58,6 +65,7 @@ def open_targets(
     topology = resolved.config.topology
     if topology.executor == "local":
         return _local_target(resolved)
+    from paceline.cluster.pages import RemotePages
     from paceline.cluster.ray_cluster import Needs, own_host, ray_cluster
 
     is_split = topology.layout == "split"
@@ -75,7 +83,12 @@ def open_targets(
     if ranks is not None:
         ranks.wait(made.fingerprint)
     roles = made.roles | (ranks.roles() if ranks is not None else {})
-    return replace(made, ranks=ranks, roles=roles, host=own_host(topology.address))
+
+    def actors() -> dict[str, Any]:
+        return made.actors() | (ranks.by_role() if ranks is not None else {})
+
+    pages = RemotePages(ray, actors)
+    return replace(made, ranks=ranks, roles=roles, host=own_host(topology.address), others=pages)
 
 
 def _local_target(resolved: ResolvedRun) -> Targets:
@@ -180,4 +193,6 @@ def _remote_targets(
         remote.document_features,
         functools.partial(open_stream, elsewhere=remote),
         remote.roles(),
+        actors=remote.actors,
+        transport=remote.transport,
     )

@@ -309,6 +309,7 @@ def _train(
                 "problem": saver.problem, "saved_step": saver.saved_step, "writing": saver.is_writing,
                 "bytes": saver.num_bytes,
             },
+            others=targets.others,
         ) as between:  # fmt: skip
             try:
                 report = loop.run(between)
@@ -319,6 +320,8 @@ def _train(
                 raise error
             finally:
                 progress.stop()
+        if targets.transport is not None:
+            run.event("transport", **targets.transport())
         run.event(report.ending, step=report.step)
         if report.ledger["issued"] or not (run.path / "report.json").exists():  # a finished run keeps its report
             try:

@@ -17,6 +17,7 @@ import torch
 
 import paceline
 from paceline.cluster.arrays import Arrays, Packed, unpack, unpack_tokens
+from paceline.cluster.pages import Watched
 from paceline.cluster.target_host import write_log_to
 from paceline.config import parse_config
 from paceline.errors import PacelineError
@@ -41,7 +42,7 @@ class RankReady:
     fingerprint: str | None = None
 
 
-class DrafterHost:
+class DrafterHost(Watched):
     """A drafter rank in a process of its own.
 
     Args:
@@ -80,9 +81,7 @@ class DrafterHost:
                 check_taps(self._target)
         except PacelineError as error:
             return RankReady(**here, problem=f"{type(error).__name__}: {error}")
-        if self._folder.is_dir():
-            on_gpu = config.run.device.startswith("cuda")
-            stages.open_run(self._folder / "profile", times_device=on_gpu, default_role=self._role)
+        self.open_page(self._folder, self._role, config.run.device.startswith("cuda"))
         fingerprint = self._target.fingerprint() if is_colocated else None
         return RankReady(**here, device=str(self._target.device), fingerprint=fingerprint)
 

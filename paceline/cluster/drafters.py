@@ -16,6 +16,8 @@ from typing import Any
 import paceline
 from paceline.cluster.arrays import AwayBatch, pack, pack_tokens
 from paceline.cluster.drafter_host import DrafterHost, RankReady
+from paceline.cluster.pages import GROUP
+from paceline.cluster.ray_cluster import tree_of
 from paceline.errors import GroupLost, ModelError, PipelineError
 from paceline.models.draft import DFlashDrafter
 from paceline.profiling import stages
@@ -71,8 +73,8 @@ class RemoteRanks:
             "max_restarts": 0,
             "scheduling_strategy": "SPREAD",
         }
-        tree = config.model_dump(mode="json")
-        kind = self._ray.remote(DrafterHost).options(**options)
+        tree = tree_of(config)
+        kind = self._ray.remote(concurrency_groups={GROUP: 1})(DrafterHost).options(**options)
         self.actors = [kind.remote(tree, fields, rank) for rank in range(1, self.size)]
         self._loading = [actor.load.remote() for actor in self.actors]
 
@@ -151,6 +153,10 @@ class RemoteRanks:
         except Exception as error:  # whatever it is, the group is at an end
             return True, error
         return True, None
+
+    def by_role(self) -> dict[str, Any]:
+        """The actors by role."""
+        return {f"drafter-{rank}": actor for rank, actor in enumerate(self.actors, start=1)}
 
     def roles(self) -> dict[str, dict[str, Any]]:
         """Where each rank runs, for ``run.json``."""

@@ -11,8 +11,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from paceline.config import RunConfig
 from paceline.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,15 @@ def ray_cluster(address: str | None, needs: Needs, own_device: str = "cpu") -> I
             yield ray
     finally:
         ray.shutdown()
+
+
+def tree_of(config: RunConfig) -> dict[str, Any]:
+    """A configuration for another process, which may have another working directory."""
+    tree = config.model_dump(mode="json")
+    tree["run"]["dir"] = str(Path(config.run.dir).absolute())
+    if (target := Path(config.target.path)).exists():  # else it is a hub id
+        tree["target"]["path"] = str(target.absolute())
+    return tree
 
 
 def own_host(address: str | None) -> str:

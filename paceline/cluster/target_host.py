@@ -19,6 +19,7 @@ from torch import Tensor
 
 import paceline
 from paceline.cluster.arrays import Arrays, Packed, pack, unpack, unpack_tokens
+from paceline.cluster.pages import Watched
 from paceline.config import RunConfig, parse_config
 from paceline.errors import PacelineError
 from paceline.profiling import stages
@@ -67,19 +68,18 @@ class Made:
         return cls((context.dtype, context.shape), None if last is None else (last.dtype, last.shape), busy_s, idle_s)
 
 
-class TargetHost:
+class TargetHost(Watched):
     """A target in a process of its own.
 
     Args:
         tree: The resolved configuration, plain.
         role: ``target-i``.
-        run_dir: The run folder as the driver names it; used where this host has it as well.
     """
 
-    def __init__(self, tree: dict[str, Any], role: str, run_dir: str) -> None:
+    def __init__(self, tree: dict[str, Any], role: str) -> None:
         self._config: RunConfig = parse_config(tree)
         self._role = role
-        self._folder = Path(run_dir)
+        self._folder = Path(self._config.run.dir)  # the driver's; used where this host has it as well
         self._staging: dict[str, Tensor] = {}
         self._free_since = 0.0
         self._is_waiting = False
@@ -99,8 +99,7 @@ class TargetHost:
             check_taps(self._target)
         except PacelineError as error:
             return Loaded(**here, problem=f"{type(error).__name__}: {error}")
-        if self._folder.is_dir():
-            stages.open_run(self._folder / "profile", times_device=on_gpu, default_role=self._role)
+        self.open_page(self._folder, self._role, on_gpu)
         return Loaded(
             **here,
             device=str(self._target.device),

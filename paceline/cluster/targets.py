@@ -17,6 +17,8 @@ from torch import Tensor
 
 import paceline
 from paceline.cluster.arrays import Arrays, AwayBatch, num_bytes, pack, pack_tokens, unpack
+from paceline.cluster.pages import GROUP
+from paceline.cluster.ray_cluster import tree_of
 from paceline.cluster.target_host import Loaded, Made, TargetHost
 from paceline.config import RunConfig
 from paceline.errors import ModelError, PipelineError
@@ -122,6 +124,10 @@ class RemoteTargets:
             if place.actor is not None:
                 self._ray.kill(place.actor)
 
+    def actors(self) -> dict[str, Any]:
+        """Those that have their target, by role."""
+        return {place.role: place.actor for place in self._places if place.is_ready}
+
     def roles(self) -> dict[str, dict[str, Any]]:
         """Where each role runs, for ``run.json``."""
         return {
@@ -154,12 +160,18 @@ class RemoteTargets:
             batch = FeatureBatch(tokens, self._here(unpack(arrays.context_feature)), last)
         with self._lock:
             self._idle_s += made.idle_s
-            self.num_bytes += num_bytes(batch)
+            self.num_bytes += num_bytes(batch) if rank == 0 else 0
         return batch
 
     def document_features(self, input_ids: Tensor) -> Tensor:
         """Context features ``[n, L*D]`` of a document alone, on the host."""
         return unpack(self._call("target-0", None, "document", pack(input_ids))[0])
+
+    def transport(self) -> dict[str, float]:
+        """What has come so far: GiB, seconds that threads waited for bytes alone, and GB a second of that."""
+        with self._lock:
+            rate = self.num_bytes / self.fetch_s / 1e9 if self.fetch_s else 0.0
+            return {"gib": self.num_bytes / 2**30, "fetch_s": self.fetch_s, "gb_per_s": rate}
 
     def take_idle(self) -> float:
         """Seconds since the last call in which targets had nothing to do, summed over them."""
@@ -285,8 +297,8 @@ class RemoteTargets:
             "max_restarts": 0,  # it is started again here, where it is counted and told
             "scheduling_strategy": "SPREAD",
         }
-        remote = self._ray.remote(TargetHost).options(**options)
-        place.actor = remote.remote(config.model_dump(mode="json"), place.role, str(config.run.dir))
+        remote = self._ray.remote(concurrency_groups={GROUP: 1})(TargetHost).options(**options)
+        place.actor = remote.remote(tree_of(config), place.role)
         place.loading = place.actor.load.remote()
 
     def _foreign(self, loaded: Loaded) -> str | None:

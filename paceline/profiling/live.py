@@ -12,8 +12,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.profiling import page as layout
 from paceline.profiling import stages
@@ -39,6 +40,16 @@ def trace_file(folder: Path, until_ns: int) -> Path:
     return folder / f"trace-{until_ns}.json"
 
 
+class Others(Protocol):
+    """The run's processes beside this one."""
+
+    def count(self, is_on: bool) -> None:
+        """Have all count stages, or leave it; does not wait for them."""
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """Their pages by role, of those that answer soon."""
+
+
 class Reporter:
     """Prints and records each interval while profiling is on.
 
@@ -47,9 +58,18 @@ class Reporter:
         folder: The run's ``profile`` folder.
         show: Prints a text.
         interval_s: On from the start with so many seconds; 0: off until switched on.
+        others: Processes that count when this one does, and have a part of each table; None: there are none.
     """
 
-    def __init__(self, page: Page, folder: Path, show: Callable[[str], None], interval_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        page: Page,
+        folder: Path,
+        show: Callable[[str], None],
+        interval_s: float = 0.0,
+        others: Others | None = None,
+    ) -> None:
+        self._others, self._others_before = others, dict[str, Snapshot]()
         self._page, self._folder, self._show = page, folder, show
         self._control = Control.of(page.words[layout.CONTROL])
         self._first: Snapshot | None = None
@@ -127,6 +147,9 @@ class Reporter:
         elif self._control.interval_s and not control.interval_s:
             self._show("profiling is off")
         self._control = control
+        if self._others is not None:
+            self._others.count(control.is_on)
+            self._others_before = self._others.snapshots() if control.is_on and control.interval_s else {}
         self._first = self._take() if control.is_on else None
 
     def _cost_note(self) -> str:
@@ -143,6 +166,7 @@ class Reporter:
         self._first = after = self._take()
         interval = Interval.between(before, after, number)
         self._sample(interval)
+        interval = self._with_others(interval)
         self._show(interval.table())
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -152,6 +176,18 @@ class Reporter:
             log.warning("profiling is off: %s cannot be written: %s", self._folder / STAGES_FILE, error.strerror)
             self.switch(False, 0.0)
             self._control, self._first = Control.of(self._page.words[layout.CONTROL]), None
+
+    def _with_others(self, interval: Interval) -> Interval:
+        """The interval with the threads of the other processes that were there at both ends of it."""
+        if self._others is None:
+            return interval
+        before, self._others_before = self._others_before, self._others.snapshots()
+        self._others.count(True)  # also of those that have come since
+        threads = list(interval.threads)
+        for role, after in self._others_before.items():
+            if role in before and before[role].pid == after.pid:
+                threads += Interval.between(before[role], after, after.interval - 1).threads
+        return replace(interval, threads=threads)
 
     def _sample(self, interval: Interval) -> None:
         """Count fewer batches where counting all of them costs more than it may, and say so; what a stage costs when

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
 
@@ -41,7 +41,7 @@ class Actor:
         class Method:
             num_returns = 1
 
-            def options(self, num_returns: int) -> Any:
+            def options(self, num_returns: int = 1, concurrency_group: str = "") -> Any:
                 self.num_returns = num_returns
                 return self
 
@@ -98,7 +98,10 @@ class FakeRay:
         self.options: list[dict[str, Any]] = []
         self.node_list = [{"Alive": True, "Resources": {}, "NodeManagerHostname": "here"}]
 
-    def remote(self, kind: Any) -> Any:
+    def remote(self, kind: Any = None, **settings: Any) -> Any:
+        if kind is None:
+            self.settings = settings
+            return self.remote
         ray, make = self, self._make or kind
 
         class Class:
@@ -116,9 +119,11 @@ class FakeRay:
     def get(self, future: Future[Any]) -> Any:
         return future.result()
 
-    def wait(self, futures: list[Future[Any]], timeout: float | None = None, fetch_local: bool = True) -> Any:
+    def wait(
+        self, futures: list[Future[Any]], timeout: float | None = None, fetch_local: bool = True, num_returns: int = 1
+    ) -> Any:
         del fetch_local
-        done, left = wait_for(futures, timeout, FIRST_COMPLETED)
+        done, left = wait_for(futures, timeout, FIRST_COMPLETED if num_returns == 1 else ALL_COMPLETED)
         return list(done), list(left)
 
     def kill(self, actor: Actor) -> None:

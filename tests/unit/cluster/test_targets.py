@@ -31,7 +31,7 @@ def row(number: int) -> TokenBatch:
 class Host:
     """A target that says the batch's number; the events let a test hold it up or break it."""
 
-    def __init__(self, actor: int, _tree: dict[str, Any], role: str, _run_dir: str) -> None:
+    def __init__(self, actor: int, _tree: dict[str, Any], role: str) -> None:
         self.actor, self.role = actor, role
 
     def load(self) -> Loaded:
