@@ -119,8 +119,8 @@ class TargetThreads:
         self._channel = channel
         self._threads = [
             threading.Thread(target=self._run, args=(f"target-{i}", threads), name=f"target-{i}", daemon=True)
+            for _ in range(1 if elsewhere is None else elsewhere.lanes)  # each target's second batch after all first ones
             for i in range(targets)
-            for _ in range(1 if elsewhere is None else elsewhere.lanes)
         ]
 
     def start(self) -> None:

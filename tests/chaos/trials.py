@@ -135,7 +135,7 @@ def interrupt_twice(strike: Strike) -> Wait[Ended]:
 def _stopped(strike: Strike, number: signal.Signals, again_after_s: float | None = None) -> Wait[Ended]:
     child = strike.start()
     yield from strike.random_instant()
-    while child.poll() is None and not _takes_requests(child.pid):  # it has been a command for some milliseconds
+    while child.poll() is None and not takes_requests(child.pid):  # it has been a command for some milliseconds
         yield
     strike.is_late = child.poll() is not None
     sent = time.monotonic()
@@ -149,7 +149,7 @@ def _stopped(strike: Strike, number: signal.Signals, again_after_s: float | None
     return ended
 
 
-def _takes_requests(pid: int) -> bool:
+def takes_requests(pid: int) -> bool:
     """Whether the process has a handler for SIGTERM, which Python has none for by itself."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -245,7 +245,7 @@ def _without_space(strike: Strike, is_stopped: bool) -> Wait[Ended]:
     strike.is_late = child.poll() is not None
     switch.touch()
     if is_stopped:
-        while child.poll() is None and not _takes_requests(child.pid):
+        while child.poll() is None and not takes_requests(child.pid):
             yield
         child.send(signal.SIGTERM)
     sent = time.monotonic()
