@@ -119,7 +119,7 @@ class TargetThreads:
         self._channel = channel
         self._threads = [
             threading.Thread(target=self._run, args=(f"target-{i}", threads), name=f"target-{i}", daemon=True)
-            for _ in range(1 if elsewhere is None else elsewhere.lanes)  # each target's second batch after all first ones
+            for _ in range(1 if elsewhere is None else elsewhere.lanes)  # first batches of all come first
             for i in range(targets)
         ]
 
