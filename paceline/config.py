@@ -203,6 +203,9 @@ class Topology(_Section):
     drafters. auto: split on the CPU or with several targets, else colocated."""
     targets: int = Field(default=1, ge=1)
     """N: target roles."""
+    shard_gradients: bool = False
+    """Of several drafters each keeps its part of the float32 gradient sums alone, 4 / M bytes a parameter in place of
+    4. They then exchange gradients after every micro-batch, not once a step, and are not replayed from CUDA graphs."""
     gpus_per_target: int = Field(default=1, ge=0, le=1)
     """GPUs of a target's process, with executor `ray`. 0: it shares the drafter's."""
     drafters: int = Field(default=1, ge=1)

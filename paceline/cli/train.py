@@ -214,7 +214,7 @@ def _train(
     config: RunConfig, progress: TrainProgress, stop: StopRequest, interval_s: float, allowed: Collection[str]
 ) -> TrainReport:
     from paceline.eval.validation import Validation
-    from paceline.train.checkpoint import newest, saved_num_anchors
+    from paceline.train.checkpoint import saved_num_anchors
     from paceline.train.loop import TrainLoop, restore
     from paceline.train.trackers import Trackers, check_packages
 
@@ -239,7 +239,7 @@ def _train(
             update={"target": resolved.config.target.model_copy(update={"packing": packing})}
         )
         resolved = dataclasses.replace(resolved, config=config)
-        trainer = build_group(resolved, targets, newest(run.checkpoints), stack)
+        trainer = build_group(resolved, targets, run, stack)
         measures = config.eval.every_steps is not None
         state = restore(
             run, trainer, _fresh_state(resolved, targets.fingerprint), allowed, validation_chooses=not measures
@@ -385,15 +385,16 @@ def build_drafter(resolved: ResolvedRun, target: Target) -> DFlashDrafter:
     return new_drafter(Recipe.of(resolved), target, None if weights is None else weights.state_dict())
 
 
-def build_group(resolved: ResolvedRun, targets: Targets, place: Path | None, stack: contextlib.ExitStack) -> TrainStep:
-    """The training step of this process, or of all drafter ranks, which go on from a checkpoint if there is one."""
+def build_group(resolved: ResolvedRun, targets: Targets, run: RunFolder, stack: contextlib.ExitStack) -> TrainStep:
+    """The training step of this process, or of all drafter ranks; the others go on from the run's newest checkpoint."""
     if targets.ranks is None:
         return build_trainer(resolved, targets.target)
     from paceline.cluster.drafters import GroupStep
     from paceline.train.build import Recipe, new_step
+    from paceline.train.checkpoint import newest
 
     drafter = build_drafter(resolved, targets.target)
-    group = targets.ranks.join(targets.host, drafter, place)
+    group = targets.ranks.join(targets.host, drafter, newest(run.checkpoints))
     trainer = GroupStep(new_step(Recipe.of(resolved), drafter, targets.target, group), targets.ranks)
     stack.callback(trainer.close)
     targets.ranks.joined()

@@ -109,6 +109,10 @@ class DrafterHost(Watched):
         with stages.named_thread(self._role), stages.as_role(self._role):
             return self._step.accumulate(self._features(fields, arrays))
 
+    def join_turn(self) -> StepSums:
+        """Take part in a turn without a micro-batch."""
+        return self._step.accumulate(None)
+
     def not_finite(self, fields: dict[str, Any], arrays: Arrays | None) -> str | None:
         """As `TrainStep.not_finite`."""
         return self._step.not_finite(self._features(fields, arrays))

@@ -53,6 +53,7 @@ class RemoteRanks:
         self._ray = ray
         self._recipe = recipe
         self.size = recipe.config.topology.drafters
+        self.shards_gradients = recipe.config.topology.shard_gradients
         self.actors: list[Any] = []
         self.ready: list[RankReady] = []
 
@@ -182,6 +183,7 @@ class GroupStep:
         self.step = step
         self._ranks = ranks
         self._sums: list[tuple[int, Any]] = []
+        self._turns = [0] * ranks.size  # micro-batches of each rank since the last update
         self._calls: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._problem: PipelineError | None = None
         self._watcher = threading.Thread(target=self._watch, name="group-watch", daemon=True)
@@ -193,7 +195,10 @@ class GroupStep:
     def accumulate(self, batch: FeatureBatch) -> StepSums:
         """Take a micro-batch, here or at its rank; of another rank's the sums come with `gather`."""
         if not isinstance(batch, AwayBatch):
+            self._turns[0] += 1
+            self._even_out()  # where ranks wait for each other, nobody else's part of the turn is to be missing
             return self.step.accumulate(batch)
+        self._turns[batch.rank] += 1
         actor = self._ranks.actors[batch.rank - 1]
         self._sums.append((batch.rank, actor.accumulate.remote(pack_tokens(batch.tokens), batch.reference)))
         return StepSums(batches=1)
@@ -204,6 +209,7 @@ class GroupStep:
         Raises: GroupLost, or what went wrong there.
         """
         total = StepSums()
+        self._even_out()
         calls, self._sums = self._sums, []
         for rank, call in calls:
             try:
@@ -215,8 +221,21 @@ class GroupStep:
             total += dataclasses.replace(sums, batches=0)
         return total
 
+    def _even_out(self) -> None:
+        """With `shard_gradients` each micro-batch ends with a collective: ranks that have none in a turn join in."""
+        if not self._ranks.shards_gradients:
+            return
+        most = max(self._turns)
+        for rank, actor in enumerate(self._ranks.actors, start=1):
+            for _ in range(most - self._turns[rank]):
+                self._sums.append((rank, actor.join_turn.remote()))
+        own, self._turns = self._turns[0], [most] * self._ranks.size
+        for _ in range(most - own):
+            self.step.accumulate(None)
+
     def update(self, step: int) -> PendingResult:
         """Update on all ranks. Raises: GroupLost."""
+        self._turns = [0] * self._ranks.size
         self._everywhere("update", step)
         try:
             return self.step.update(step)
@@ -226,6 +245,7 @@ class GroupStep:
     def drop(self) -> None:
         """Forget what was gathered for the next update, on all ranks."""
         self._sums.clear()
+        self._turns = [0] * self._ranks.size
         for rank, actor in enumerate(self._ranks.actors, start=1):
             self._ranks.get(rank, actor.drop.remote())
         self.step.drop()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.config import Topology
 from paceline.kernels.attention import MAX_KEPT_SCORES
 from paceline.kernels.flex import why_not_flex
 from paceline.kernels.linear_cross_entropy import chunk_rows
@@ -60,8 +61,7 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
     return MemoryPlan(
         target_bytes=estimate_trunk_parameters(shape, num_layers) * (1 if config.target.fp8 else target_size),
         shared_bytes=rows * tables * target_size + own_head,
-        drafter_bytes=parameters
-        * _bytes_per_parameter(draft_size, resolved.batches_per_step, config.topology.drafters),
+        drafter_bytes=parameters * _bytes_per_parameter(draft_size, resolved.batches_per_step, config.topology),
         queue_bytes=min(held * one_batch, int(config.pipeline.queue_gib * GIB) + one_batch * config.topology.targets),
         activation_bytes=_activation_bytes(resolved, draft_size),
         cache_bytes=int(config.pipeline.feature_cache_gib * GIB),
@@ -99,13 +99,14 @@ def estimate_trunk_parameters(shape: TargetShape, num_layers: int) -> int:
     return num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
 
 
-def _bytes_per_parameter(draft_size: int, batches_per_step: int, drafters: int = 1) -> int:
+def _bytes_per_parameter(draft_size: int, batches_per_step: int, topology: Topology) -> int:
     """Master and two moments; and in another type the copy with its gradient, and the float32 sum of several.
 
     Of several drafters each has its part of masters, moments and the gradients of all, see `train.sharded`.
     """
-    if drafters > 1:
-        return 2 * draft_size + 4 + -(-4 * 4 // drafters)
+    if topology.drafters > 1:
+        own_sums = 0 if topology.shard_gradients else 4
+        return 2 * draft_size + own_sums + -(-4 * 4 // topology.drafters)
     if draft_size == 4:
         return 4 * 4
     return 3 * 4 + 2 * draft_size + (4 if batches_per_step > 1 else 0)

@@ -66,4 +66,5 @@ def new_step(recipe: Recipe, drafter: DFlashDrafter, target: Target, group: Grou
         kernels=config.kernels,
         recompute=config.draft.recompute,
         group=group,
+        shards_gradients=config.topology.shard_gradients,
     )

@@ -132,6 +132,17 @@ def test_two_drafters_train_as_one(toy: Toy, alone: list[dict[str, Any]], tmp_pa
 
 
 @pytest.mark.slow
+def test_drafters_that_share_gradient_sums_train_as_one(toy: Toy, alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    """They exchange gradients after every micro-batch, also where one of them has none."""
+    settings = (*GROUP, "topology.layout=colocated", "topology.shard_gradients=true")
+    assert_close(train(toy.config(tmp_path / "two", *settings))[1], alone)
+    odd = ("optim.tokens_per_step=384", "data.epochs=1")  # of 14 micro-batches the last step has two
+    three = (*odd, "topology.executor=ray", "topology.drafters=3", *settings[-2:])
+    wanted = train(toy.config(tmp_path / "one", *odd))[1]
+    assert_close(train(toy.config(tmp_path / "three", *three))[1], wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["split", "colocated"])
 def test_a_drafter_that_dies_takes_the_run_back_to_its_last_checkpoint(toy: Toy, tmp_path: Path, layout: str) -> None:
     """The group is started again by itself; the end is that of a run in which nothing happened, bit for bit."""

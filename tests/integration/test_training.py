@@ -367,7 +367,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, what: str, *numbers: int) -> None:
     """Make features, loss or gradient of these batches NaN."""
     from paceline.train.step import TrainStep
 
-    accumulate, features_of = TrainStep.accumulate, Target.features
+    accumulate, features_of = TrainStep._accumulate, Target.features
 
     def accumulated(self: TrainStep, features):
         sums = accumulate(self, features)
@@ -383,7 +383,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, what: str, *numbers: int) -> None:
             features.context_feature[0, 0] = float("nan")
         return features
 
-    monkeypatch.setattr(TrainStep, "accumulate", accumulated)
+    monkeypatch.setattr(TrainStep, "_accumulate", accumulated)
     monkeypatch.setattr(Target, "features", featured)
 
 
