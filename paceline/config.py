@@ -174,7 +174,7 @@ class Optim(_Section):
     clip: float = Field(default=1.0, gt=0.0)
     """Largest global gradient norm. Source: DFlash, A.1."""
     tokens_per_step: Auto | Count = "auto"
-    """Packed tokens of an optimizer step; a multiple of `pipeline.tokens_per_batch` x `topology.drafters`.
+    """Packed tokens of an optimizer step; a multiple of `pipeline.tokens_per_batch`.
     auto: 98,304 (32 rows of 3,072), or less so that a run has at least 500 steps."""
 
 
@@ -209,7 +209,7 @@ class Topology(_Section):
     gpus_per_target: int = Field(default=1, ge=0, le=1)
     """GPUs of a target's process, with executor `ray`. 0: it shares the drafter's."""
     drafters: int = Field(default=1, ge=1)
-    """M: drafter roles; one on the local executor. `optim.tokens_per_step` has to be a multiple of a batch of each."""
+    """M: drafter roles; one on the local executor. They share the micro-batches of a step, best equally."""
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Compute threads of each role on the CPU. auto: 1, or every core when target and drafter take turns."""
 

@@ -13,6 +13,8 @@ A message says what was seen, what was wanted and what to change.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PacelineError(Exception):
     """Base of all errors that end a command with a message and a non-zero exit."""
@@ -52,6 +54,14 @@ class PipelineError(PacelineError):
         self.role = role
         self.batch = batch
         self.may_pass = may_pass
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes raise it too."""
+        return _again, (type(self), str(self), self.role, self.batch, self.may_pass)
+
+
+def _again(kind: type[PipelineError], message: str, role: str, batch: int | None, may_pass: bool) -> PipelineError:
+    return kind(message, role=role, batch=batch, may_pass=may_pass)
 
 
 class GroupLost(PipelineError):

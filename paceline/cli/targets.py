@@ -66,22 +66,23 @@ def open_targets(
     if topology.executor == "local":
         return _local_target(resolved)
     from paceline.cluster.pages import RemotePages
-    from paceline.cluster.ray_cluster import Needs, own_host, ray_cluster
+    from paceline.cluster.ray_cluster import Needs, cpus_of, own_host, ray_cluster
+    from paceline.plan.memory import count_parameters
 
     is_split = topology.layout == "split"
     on_gpu = resolved.config.run.device.startswith("cuda")
     others = topology.drafters - 1
     needs = Needs(
         processes=others + (topology.targets if is_split else 0),
-        cpus=int(topology.threads),
+        cpus=cpus_of(resolved.config),
         gpus=topology.gpus_per_target if on_gpu else 0,
-        store_bytes=_under_way(resolved) if is_split else 0,
+        store_bytes=(_under_way(resolved) if is_split else 0) + (4 * count_parameters(resolved.draft) if others else 0),
     )
     ray = stack.enter_context(ray_cluster(topology.address, needs, resolved.config.run.device))
     ranks = _start_ranks(ray, resolved, stack) if others else None
     made = _remote_targets(ray, resolved, run, should_stop, stack) if is_split else _own_target(resolved)
     if ranks is not None:
-        ranks.wait(made.fingerprint)
+        ranks.wait(made.fingerprint, made.target.head_fingerprint(), should_stop)
     roles = made.roles | (ranks.roles() if ranks is not None else {})
 
     def actors() -> dict[str, Any]:
@@ -182,7 +183,7 @@ def _remote_targets(
         rank_of=lambda number: rank_of(number, resolved.batches_per_step, config.topology.drafters),
     )
     stack.callback(remote.close)
-    loaded = remote.start()
+    loaded = remote.start(target.head_fingerprint())
     return Targets(
         target,
         loaded.fingerprint,

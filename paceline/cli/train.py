@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
-import itertools
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -45,6 +44,7 @@ from paceline.errors import CheckpointError, ConfigError, GroupLost, PipelineErr
 from paceline.files import explain, sha256
 
 if TYPE_CHECKING:
+    from paceline.dflash.acceptance import Acceptance
     from paceline.models.draft import DFlashDrafter
     from paceline.models.loading import TargetShape
     from paceline.models.target import Target
@@ -160,11 +160,18 @@ def merge_with_saved(saved: RunConfig, wanted: RunConfig, allowed: Collection[st
             "the same with --allow-change KEY for each)\n  " + "\n  ".join(lines)
         )
     tree: dict[str, dict[str, Any]] = saved.model_dump(mode="json")
+    old = saved.topology
+    moves = any(getattr(wanted.topology, name) != getattr(old, name) for name in ("executor", "targets", "drafters"))
     for key, value in flatten(wanted):
-        if (is_free_to_change(key) or key in allowed) and value != "auto":
+        anew = moves and key in FOLLOW_TOPOLOGY  # what was resolved for the old one may not go with the new
+        if (is_free_to_change(key) or key in allowed) and (value != "auto" or anew):
             section, name = key.split(".")
             tree[section][name] = value
     return parse_config(tree)
+
+
+FOLLOW_TOPOLOGY = ("topology.layout", "pipeline.queue_depth")
+"""Keys whose `auto` follows from executor and number of roles."""
 
 
 def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
@@ -199,27 +206,44 @@ def run_training(
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # deadly by default; there is nothing to switch on yet
     with StopRequest(config.run.stop_signal) as stop:  # first of all: importing torch takes seconds, in which Ctrl-C
         interval_s = profile_interval_of(config, None) if interval_s is None else interval_s  # has to count as well
-        for restart in itertools.count(1):
+        began, num_restarts, last = time.monotonic(), 0, None
+        while True:
             try:
-                return _train(config, progress, stop, interval_s, allowed)
+                return _train(config, progress, stop, interval_s, allowed, began)
             except GroupLost as error:
-                if restart > config.run.max_restarts or stop.reason is not None:
+                place = newest_place(config)
+                num_restarts = 1 if place != last else num_restarts + 1  # since it got on
+                last = place
+                if num_restarts > config.run.max_restarts or stop.reason is not None:
                     raise
-                log.warning("%s; the run goes on from its last checkpoint (%d of run.max_restarts)", error, restart)
-                RunFolder(config.run.dir).event("restarted", reason=str(error), restart=restart)
-        raise AssertionError
+                log.warning(
+                    "%s; the run goes on from its last checkpoint (%d of run.max_restarts)", error, num_restarts
+                )
+                RunFolder(config.run.dir).event("restarted", reason=str(error), restart=num_restarts)
+
+
+def newest_place(config: RunConfig) -> Path | None:
+    """The run's newest checkpoint."""
+    from paceline.train.checkpoint import newest
+
+    return newest(RunFolder(config.run.dir).checkpoints)
 
 
 def _train(
-    config: RunConfig, progress: TrainProgress, stop: StopRequest, interval_s: float, allowed: Collection[str]
+    config: RunConfig,
+    progress: TrainProgress,
+    stop: StopRequest,
+    interval_s: float,
+    allowed: Collection[str],
+    began: float,
 ) -> TrainReport:
     from paceline.eval.validation import Validation
+    from paceline.pipeline.channel import ChannelClosed
     from paceline.train.checkpoint import saved_num_anchors
     from paceline.train.loop import TrainLoop, restore
     from paceline.train.trackers import Trackers, check_packages
 
     run = RunFolder(config.run.dir)
-    began = time.monotonic()
     check_packages(config.tracking)
     with run.lock(), contextlib.ExitStack() as stack:
         progress.phase("loading the target and the data")
@@ -279,6 +303,12 @@ def _train(
             document_features=targets.document_features,
         )
 
+        def measured(validation: Validation, drafter: DFlashDrafter) -> Acceptance | None:
+            try:
+                return validation.measure(drafter, should_stop)
+            except ChannelClosed:  # a stop was asked for while there was no target to ask
+                return None
+
         loop = TrainLoop(
             run,
             resolved,
@@ -287,7 +317,7 @@ def _train(
             targets.make_features,
             saver=saver,
             steering=steering,
-            validate=(lambda drafter: validation.measure(drafter, should_stop)) if resolved.validation_rows else None,
+            validate=(lambda drafter: measured(validation, drafter)) if resolved.validation_rows else None,
             progress=progress,
             should_stop=should_stop,
             source_of=resolved.dataset.source,
@@ -315,7 +345,7 @@ def _train(
                 report = loop.run(between)
             except Exception as error:
                 if isinstance(error, PipelineError) and not isinstance(error, GroupLost):
-                    error = explained(error, resolved, shape)
+                    error = explained(error, resolved, shape, targets.roles)
                 run.event("failed", step=loop.step, reason=str(error) or type(error).__name__)
                 raise error
             finally:
@@ -351,12 +381,19 @@ def _changes(allowed: Collection[str]) -> dict[str, list[str]]:
     return {"allowed_to_change": sorted(allowed)} if allowed else {}
 
 
-def explained(error: PipelineError, resolved: ResolvedRun, shape: TargetShape) -> PipelineError:
+def explained(
+    error: PipelineError,
+    resolved: ResolvedRun,
+    shape: TargetShape,
+    roles: Mapping[str, Mapping[str, Any]] | None = None,
+) -> PipelineError:
     """The same failure with where its role ran; where memory ran out, with the plan and what helps most."""
     from paceline.pipeline.local import is_out_of_memory
     from paceline.plan.memory import GIB, memory_plan
 
-    text = f"{error}\n{error.role} ran on {resolved.config.run.device}, in process {os.getpid()} of {platform.node()}"
+    here = {"device": resolved.config.run.device, "pid": os.getpid(), "host": platform.node()}
+    place = (roles or {}).get(error.role, here)
+    text = f"{error}\n{error.role} ran on {place['device']}, in process {place['pid']} of {place['host']}"
     if is_out_of_memory(error.__cause__):
         plan = memory_plan(resolved, shape)
         parts = ", ".join(f"{name.removesuffix('_bytes')} {value / GIB:.2f}" for name, value in vars(plan).items())

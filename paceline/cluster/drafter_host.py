@@ -32,7 +32,8 @@ from paceline.train.target import check_taps, load_head, load_target
 
 @dataclass(frozen=True)
 class RankReady:
-    """What a rank says once it has its drafter. `fingerprint` is that of its target, in the colocated layout."""
+    """What a rank says once it has its part of the target: `fingerprint` is that of its layers, if colocated, and `head`
+    that of embedding and head."""
 
     pid: int
     host: str
@@ -40,6 +41,7 @@ class RankReady:
     problem: str | None = None
     device: str = ""
     fingerprint: str | None = None
+    head: str = ""
 
 
 class DrafterHost(Watched):
@@ -83,20 +85,27 @@ class DrafterHost(Watched):
             return RankReady(**here, problem=f"{type(error).__name__}: {error}")
         self.open_page(self._folder, self._role, config.run.device.startswith("cuda"))
         fingerprint = self._target.fingerprint() if is_colocated else None
-        return RankReady(**here, device=str(self._target.device), fingerprint=fingerprint)
+        head = self._target.head_fingerprint()
+        return RankReady(**here, device=str(self._target.device), fingerprint=fingerprint, head=head)
 
     def join(
-        self, meeting: tuple[str, int], size: int, timeout_s: float, weights: dict[str, Packed], place: str | None
+        self,
+        meeting: tuple[str, int],
+        size: int,
+        timeout_s: float,
+        weights: dict[str, Packed] | None,
+        place: str | None,
     ) -> None:
         """Meet the other ranks, with the drafter that all of them start from.
 
         Args:
-            weights: The fresh drafter's.
+            weights: The fresh drafter's; None with a checkpoint.
             place: Checkpoint to go on from, which this host has to see; None: a fresh start.
         Raises: PipelineError, CheckpointError.
         """
         device = self._target.device
-        drafter = new_drafter(self._recipe, self._target, {n: unpack(w).to(device) for n, w in weights.items()})
+        own = None if weights is None else {name: unpack(weight).to(device) for name, weight in weights.items()}
+        drafter = new_drafter(self._recipe, self._target, own)
         self._group = Group.open(self._rank, size, meeting, device, timeout_s)
         self._step = new_step(self._recipe, drafter, self._target, self._group)
         if place is not None:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import paceline
 from paceline.cluster.arrays import AwayBatch, pack, pack_tokens
 from paceline.cluster.drafter_host import DrafterHost, RankReady
 from paceline.cluster.pages import GROUP
-from paceline.cluster.ray_cluster import tree_of
-from paceline.errors import GroupLost, ModelError, PipelineError
+from paceline.cluster.ray_cluster import cpus_of, tree_of, wait_for
+from paceline.errors import GroupLost, ModelError, PacelineError, PipelineError
 from paceline.models.draft import DFlashDrafter
 from paceline.profiling import stages
 from paceline.records import FeatureBatch, StepSums
@@ -69,7 +70,7 @@ class RemoteRanks:
             "total_steps": recipe.total_steps,
         }
         options = {
-            "num_cpus": int(config.topology.threads),
+            "num_cpus": cpus_of(config),
             "num_gpus": int(config.run.device.startswith("cuda")),
             "max_restarts": 0,
             "scheduling_strategy": "SPREAD",
@@ -79,9 +80,10 @@ class RemoteRanks:
         self.actors = [kind.remote(tree, fields, rank) for rank in range(1, self.size)]
         self._loading = [actor.load.remote() for actor in self.actors]
 
-    def wait(self, fingerprint: str | None) -> None:
+    def wait(self, fingerprint: str | None, head: str, should_stop: Callable[[], object] = lambda: False) -> None:
         """Raises: ModelError if one has not what it needs; GroupLost if its process ends."""
         for rank, loading in enumerate(self._loading, start=1):
+            wait_for(self._ray, loading, f"drafter-{rank}", should_stop)
             ready: RankReady = self.get(rank, loading)
             if ready.problem is not None:
                 raise ModelError(f"drafter-{rank} on {ready.host}: {ready.problem}")
@@ -89,7 +91,7 @@ class RemoteRanks:
                 raise ModelError(
                     f"drafter-{rank} on {ready.host} has Paceline {ready.version}, here it is {paceline.__version__}"
                 )
-            if ready.fingerprint not in (None, fingerprint):
+            if ready.fingerprint not in (None, fingerprint) or ready.head != head:
                 raise ModelError(f"drafter-{rank} on {ready.host} has other weights behind the target's path")
             self.ready.append(ready)
 
@@ -99,7 +101,9 @@ class RemoteRanks:
         Raises: GroupLost.
         """
         store = listen(host, TIMEOUT_S)
-        weights = self._ray.put({name: pack(weight.cpu()) for name, weight in drafter.state_dict().items()})
+        weights = None  # a checkpoint has its own
+        if place is None:
+            weights = self._ray.put({name: pack(weight.cpu()) for name, weight in drafter.state_dict().items()})
         path = None if place is None else str(place.resolve())
         meeting = (host, store.port)
         self._joining = [actor.join.remote(meeting, self.size, TIMEOUT_S, weights, path) for actor in self.actors]
@@ -121,24 +125,24 @@ class RemoteRanks:
         """What a rank's call gives. Raises: GroupLost if its process is gone; what went wrong there."""
         try:
             return self._ray.get(call)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from error
         except self._ray.exceptions.RayError as error:
-            raise self.lost(rank, error) from error
+            raise self.told(rank, error) from error
 
     def lost(self, rank: int, error: BaseException) -> GroupLost:
         """The error for a rank whose process is gone."""
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return GroupLost(f"the process of drafter-{rank} was lost: {reason}", role=f"drafter-{rank}", batch=None)
 
-    def told(self, rank: int, error: BaseException) -> PipelineError:
+    def told(self, rank: int, error: BaseException) -> PacelineError:
         """The error for a call that failed: the group is lost with a rank's process, and where a rank waited in vain
         for another; what went wrong in one would do so again."""
         cause = getattr(error, "cause", None)
         if cause is None:
             return self.lost(rank, error)
-        if isinstance(cause, PipelineError):
-            return GroupLost(str(cause), role=cause.role, batch=None)
+        if isinstance(cause, self._ray.exceptions.RayError) or "CUDA error" in str(cause):
+            return self.lost(rank, cause)  # features went with their host, or the process has lost its device
+        if isinstance(cause, PacelineError):
+            return cause
         failed = PipelineError(
             f"drafter-{rank} failed: {type(cause).__name__}: {cause}", role=f"drafter-{rank}", batch=None
         )
@@ -185,7 +189,7 @@ class GroupStep:
         self._sums: list[tuple[int, Any]] = []
         self._turns = [0] * ranks.size  # micro-batches of each rank since the last update
         self._calls: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._problem: PipelineError | None = None
+        self._problem: PacelineError | None = None
         self._watcher = threading.Thread(target=self._watch, name="group-watch", daemon=True)
         self._watcher.start()
 
@@ -215,7 +219,7 @@ class GroupStep:
             try:
                 with stages.REMOTE_WAIT:
                     sums: StepSums = self._ranks.get(rank, call)
-            except GroupLost as error:
+            except PacelineError as error:
                 self._break_off(error)  # what is to be saved now would wait for it
                 raise
             total += dataclasses.replace(sums, batches=0)
@@ -274,7 +278,7 @@ class GroupStep:
         for rank, actor in enumerate(self._ranks.actors, start=1):
             self._calls.put((rank, getattr(actor, method).remote(*args)))
 
-    def _told(self, error: PipelineError) -> PipelineError:
+    def _told(self, error: PipelineError) -> PacelineError:
         """The watcher knows which rank is gone; a collective only that one is."""
         if self._problem is None and self._watcher.is_alive():
             self._watcher.join(2 * LOOK_S)
@@ -302,6 +306,6 @@ class GroupStep:
                     under_way.append((rank, each))
             pending = under_way
 
-    def _break_off(self, problem: PipelineError) -> None:
+    def _break_off(self, problem: PacelineError) -> None:
         self._problem = problem
         self.step.group.abort(str(problem))

@@ -9,13 +9,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PipelineError
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,10 @@ MIN_STORE_BYTES = 256 << 20
 
 CONNECT_S = 5.0
 """Seconds for a cluster's address to answer."""
+
+WAIT_LOOK_S = 0.5
+SAY_S = 20.0
+"""Seconds after which it is said that a process has not started."""
 
 STORE_SLACK = 1.25
 """Room in the store over what may be under way: it keeps an object a moment longer than its last user."""
@@ -56,6 +61,8 @@ def ray_cluster(address: str | None, needs: Needs, own_device: str = "cpu") -> I
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address is None and "ray" in sys.modules and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ:
+        log.warning("ray was imported before: the cluster of this run may listen beyond the loopback device")
     if address is None:  # else it listens on every interface, whatever address it is given; read when it is imported
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
@@ -102,6 +109,26 @@ def tree_of(config: RunConfig) -> dict[str, Any]:
     if (target := Path(config.target.path)).exists():  # else it is a hub id
         tree["target"]["path"] = str(target.absolute())
     return tree
+
+
+def cpus_of(config: RunConfig) -> int:
+    """Processors that Ray reserves for a process: its compute threads, or on a GPU the one that launches."""
+    return 1 if config.run.device.startswith("cuda") else int(config.topology.threads)
+
+
+def wait_for(ray: Any, call: Any, role: str, should_stop: Callable[[], object] = lambda: False) -> None:
+    """Wait for a process that is starting, and say so where it takes long.
+
+    Raises: PipelineError when a stop is asked for meanwhile.
+    """
+    started, has_said = time.monotonic(), False
+    while not ray.wait([call], timeout=WAIT_LOOK_S)[0]:
+        if should_stop():
+            raise PipelineError(f"a stop was asked for while {role} was being started", role=role, batch=None)
+        if not has_said and time.monotonic() > started + SAY_S:
+            free = {name: value for name, value in ray.available_resources().items() if name in ("CPU", "GPU")}
+            log.warning("%s is not there after %.0f s; free in the cluster: %s", role, SAY_S, free or "nothing")
+            has_said = True
 
 
 def own_host(address: str | None) -> str:
@@ -170,8 +197,8 @@ def check_size(ray: Any, needs: Needs) -> None:
         )
         asked = f"{needs.processes} processes of {needs.cpus} CPU" + (f" and {needs.gpus} GPU" if needs.gpus else "")
         raise ConfigError(
-            f"the cluster is too small: {asked} were asked for (topology.targets), room is for {places} ({there}). "
-            "Add hosts, or lower topology.targets"
+            f"the cluster is too small: {asked} were asked for (topology.targets, drafters, threads), room is for "
+            f"{places} ({there}). Add hosts, or lower one of these"
         )
     store = min(node["Resources"].get("object_store_memory", 0) for node in alive)
     if store < needs.store_bytes:

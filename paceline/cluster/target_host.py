@@ -33,6 +33,7 @@ class Loaded:
     Attributes:
         problem: Why it has none, and that it is no use to try again; None: it has.
         version: Of the package there.
+        head: Fingerprint of embedding and head.
         packed: Whether rows run packed.
     """
 
@@ -42,6 +43,7 @@ class Loaded:
     problem: str | None = None
     device: str = ""
     fingerprint: str = ""
+    head: str = ""
     packed: bool = False
     packing_note: str = ""
     quantization_note: str | None = None
@@ -91,7 +93,7 @@ class TargetHost(Watched):
         """Load the target; problems that another try would have again are told, not raised."""
         here: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "version": paceline.__version__}
         on_gpu = self._config.run.device.startswith("cuda")
-        if on_gpu:  # Ray shows a process the GPUs that are its own
+        if on_gpu and self._config.topology.gpus_per_target:  # Ray shows a process the GPUs that are its own
             run = self._config.run.model_copy(update={"device": "cuda:0"})
             self._config = self._config.model_copy(update={"run": run})
         try:
@@ -104,6 +106,7 @@ class TargetHost(Watched):
             **here,
             device=str(self._target.device),
             fingerprint=self._target.fingerprint(),
+            head=self._target.head_fingerprint(),
             packed=self._target.packed,
             packing_note=self._target.packing_note,
             quantization_note=self._target.quantization_note,

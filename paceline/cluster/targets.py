@@ -18,7 +18,7 @@ from torch import Tensor
 import paceline
 from paceline.cluster.arrays import Arrays, AwayBatch, num_bytes, pack, pack_tokens, unpack
 from paceline.cluster.pages import GROUP
-from paceline.cluster.ray_cluster import tree_of
+from paceline.cluster.ray_cluster import cpus_of, tree_of, wait_for
 from paceline.cluster.target_host import Loaded, Made, TargetHost
 from paceline.config import RunConfig
 from paceline.errors import ModelError, PipelineError
@@ -27,6 +27,9 @@ from paceline.profiling import stages
 from paceline.records import FeatureBatch, TokenBatch
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Seconds for calls to end once their process has been."""
 
 LOOK_S = 0.5
 """Seconds between looks at whether a process is there again, or a stop has been asked for."""
@@ -92,19 +95,24 @@ class RemoteTargets:
         self._event = event
         self._should_stop = should_stop
         self._lock = threading.Lock()
+        self._is_closed = False
         self._idle_s = 0.0
         self.num_bytes, self.fetch_s = 0, 0.0
         self._places = [_Place(f"target-{i}") for i in range(config.topology.targets)]
 
-    def start(self) -> Loaded:
+    def start(self, head: str) -> Loaded:
         """Start all and wait for them; what the first one says of its target, which is that of all.
 
+        Args:
+            head: Fingerprint of embedding and head in this process.
         Raises: ModelError if one cannot have its target, or has another; PipelineError if its process ends.
         """
+        self._head = head
         for place in self._places:
             self._start(place)
         for place in self._places:
             try:
+                wait_for(self._ray, place.loading, place.role, self._should_stop)
                 place.loaded = self._ray.get(place.loading)
             except self._ray.exceptions.RayError as error:
                 raise PipelineError(
@@ -119,10 +127,15 @@ class RemoteTargets:
         return first
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and the calls of threads that wait for one: they know then that it is over."""
+        with self._lock:
+            self._is_closed = True
         for place in self._places:
             if place.actor is not None:
                 self._ray.kill(place.actor)
+        deadline = time.monotonic() + CLOSE_S
+        while any(place.num_calls for place in self._places) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def actors(self) -> dict[str, Any]:
         """Those that have their target, by role."""
@@ -141,7 +154,7 @@ class RemoteTargets:
         return lambda number: self.make(number, role)
 
     def make(self, number: int, role: str = "target-0") -> FeatureBatch:
-        """Features of a batch, made in another process.
+        """Features of a batch, made in another process; where another role's dies over it, in the next.
 
         Raises: PipelineError if its process dies or has lost its device, which may pass, or if none is left;
             ChannelClosed when a stop was asked for while there was none to ask; what went wrong in the target.
@@ -149,7 +162,14 @@ class RemoteTargets:
         with stages.READ_BATCH:
             tokens = self._read_batch(number)
         rank = self._rank_of(number)
-        made, arrays = self._call(role, number, "features", pack_tokens(tokens), is_for_here=rank == 0)
+        fields = pack_tokens(tokens)
+        while True:
+            try:
+                made, arrays = self._call(role, number, "features", fields, is_for_here=rank == 0)
+                break
+            except PipelineError as error:
+                if not error.may_pass or error.role == role:  # of a process that died idle the batch is not to blame
+                    raise
         if rank != 0:
             last = None if made.last_hidden is None else _without_memory(made.last_hidden)
             batch: FeatureBatch = AwayBatch(
@@ -164,8 +184,17 @@ class RemoteTargets:
         return batch
 
     def document_features(self, input_ids: Tensor) -> Tensor:
-        """Context features ``[n, L*D]`` of a document alone, on the host."""
-        return unpack(self._call("target-0", None, "document", pack(input_ids))[0])
+        """Context features ``[n, L*D]`` of a document alone, on the host, in memory of their own.
+
+        Raises: As `make`.
+        """
+        for _ in range(self._config.pipeline.max_retries):
+            try:
+                return unpack(self._call("target-0", None, "document", pack(input_ids))[0]).clone()
+            except PipelineError as error:
+                if not error.may_pass:
+                    raise
+        return unpack(self._call("target-0", None, "document", pack(input_ids))[0]).clone()
 
     def transport(self) -> dict[str, float]:
         """What has come so far: GiB, seconds that threads waited for bytes alone, and GB a second of that."""
@@ -211,17 +240,24 @@ class RemoteTargets:
                 self.fetch_s += time.perf_counter() - started
             return made, arrays
         except self._ray.exceptions.RayTaskError as error:
+            self._check_open()
             cause = error.cause
             if "CUDA error" not in str(cause):
                 raise cause from error
             self._lose(place, actor, str(cause).splitlines()[0])  # a process is of no use after that
             raise self._died(place, number, cause) from error
         except self._ray.exceptions.RayError as error:
+            self._check_open()
             self._lose(place, actor, str(error).splitlines()[0])
             raise self._died(place, number, error) from error
         finally:
             with self._lock:
                 place.num_calls -= 1
+
+    def _check_open(self) -> None:
+        """Raises: ChannelClosed once the processes are ended on purpose."""
+        if self._is_closed:
+            raise ChannelClosed
 
     def _died(self, place: _Place, number: int | None, error: BaseException) -> PipelineError:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -233,6 +269,7 @@ class RemoteTargets:
         """The role's own process if it is well, else the one with the fewest calls; waits while none is."""
         while True:
             with self._lock:
+                self._check_open()
                 for place in self._places:
                     self._look(place)
                 ready = [place for place in self._places if place.is_ready]
@@ -267,7 +304,7 @@ class RemoteTargets:
     def _lose(self, place: _Place, actor: Any, reason: str) -> None:
         """A call found the process dead; of several that do, the first counts."""
         with self._lock:
-            if place.actor is actor and place.lost is None:
+            if place.actor is actor and place.lost is None and not self._is_closed:
                 self._restart(place, reason)
 
     def _restart(self, place: _Place, reason: str) -> None:
@@ -289,10 +326,9 @@ class RemoteTargets:
 
     def _start(self, place: _Place) -> None:
         config = self._config
-        on_gpu = config.run.device.startswith("cuda")
         options = {
-            "num_cpus": int(config.topology.threads),
-            "num_gpus": int(on_gpu),
+            "num_cpus": cpus_of(config),
+            "num_gpus": config.topology.gpus_per_target if config.run.device.startswith("cuda") else 0,
             "name": f"paceline-{place.role}-{id(self)}-{place.num_restarts}",
             "max_restarts": 0,  # it is started again here, where it is counted and told
             "scheduling_strategy": "SPREAD",
@@ -306,6 +342,7 @@ class RemoteTargets:
         if loaded.version != paceline.__version__:
             return f"on {loaded.host} has Paceline {loaded.version}, here it is {paceline.__version__}"
         first = next((place.loaded for place in self._places if place.loaded is not None), loaded)
-        if loaded.fingerprint != first.fingerprint:
-            return f"on {loaded.host} has other weights behind {self._config.target.path} than {first.host}"
+        if loaded.fingerprint != first.fingerprint or loaded.head != self._head:
+            other = "this host" if loaded.head != self._head else first.host
+            return f"on {loaded.host} has other weights behind {self._config.target.path} than {other}"
         return None

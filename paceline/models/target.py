@@ -241,6 +241,13 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
+    def head_fingerprint(self) -> str:
+        """SHA-256 of the shape and of a few weights of embedding and head: what a drafter has beside the features."""
+        digest = hashlib.sha256(json.dumps(asdict(self.shape), sort_keys=True).encode())
+        for weight in (*self.embed.parameters(), self.head.weight):
+            digest.update(weight.detach().flatten()[-64:].float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
     def fingerprint(self) -> str:
         """SHA-256 of the shape and of a few weights of every tensor: tells another target, not another folder."""
         if self._fingerprint is not None:

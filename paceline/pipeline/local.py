@@ -250,6 +250,8 @@ class Maker:
                 batch = self._make_features(number)
                 _check(batch, role, number)
                 return batch
+            except ChannelClosed:  # a stop was asked for meanwhile
+                raise
             except Exception as error:  # whatever it is, it ends the run when it comes again
                 if retry >= self._max_retries or not may_pass(error):
                     if isinstance(error, PipelineError):

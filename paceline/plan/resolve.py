@@ -292,6 +292,8 @@ def _check_ray(config: RunConfig, layout: str) -> None:
             "topology.layout=colocated with executor=ray and one drafter is one process: use executor=local, more "
             "topology.drafters, or layout=split"
         )
+    if config.topology.gpus_per_target == 0 and config.topology.drafters > 1:
+        raise ConfigError("topology.gpus_per_target=0 with several drafters: which one's GPU would they share? Use 1")
     if config.pipeline.feature_cache_gib:
         raise ConfigError(
             f"pipeline.feature_cache_gib={config.pipeline.feature_cache_gib} with executor=ray: features are made "
@@ -445,16 +447,15 @@ def _head_geometry(config: RunConfig, shape: TargetShape) -> tuple[int, int, int
 
 
 def _batches_per_step(config: RunConfig, tokens_per_batch: int, num_batches: int) -> int:
-    unit = tokens_per_batch * config.topology.drafters
     tokens = config.optim.tokens_per_step
-    if isinstance(tokens, str):
-        return max(1, min(TOKENS_PER_STEP // unit, num_batches // MIN_STEPS)) * config.topology.drafters
-    if tokens < 1 or tokens % unit:
-        below = tokens // unit * unit
-        near = f"{below} or {below + unit}" if below > 0 else str(unit)
+    if isinstance(tokens, str):  # whatever the number of drafters: the same file trains the same
+        return max(1, min(TOKENS_PER_STEP // tokens_per_batch, num_batches // MIN_STEPS))
+    if tokens < 1 or tokens % tokens_per_batch:
+        below = tokens // tokens_per_batch * tokens_per_batch
+        near = f"{below} or {below + tokens_per_batch}" if below > 0 else str(tokens_per_batch)
         raise ConfigError(
-            f"optim.tokens_per_step={tokens} is no multiple of pipeline.tokens_per_batch={tokens_per_batch} x "
-            f"topology.drafters={config.topology.drafters}; the nearest that fit are {near}"
+            f"optim.tokens_per_step={tokens} is no multiple of pipeline.tokens_per_batch={tokens_per_batch}; the "
+            f"nearest that fit are {near}"
         )
     return tokens // tokens_per_batch
 

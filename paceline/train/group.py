@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import PipelineError
+from paceline.errors import GroupLost
 
 LOOK_S = 0.5
 """Pause between two looks at collectives that are under way."""
@@ -37,7 +37,15 @@ def listen(host: str, timeout_s: float) -> dist.TCPStore:
 
     A group that has ended is followed by one with another store.
     """
-    return dist.TCPStore(host, 0, None, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)  # the store's own would listen on every interface
+    listener.bind(address)
+    listener.listen()
+    patience = timedelta(seconds=timeout_s)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, None, True, timeout=patience, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 class Group:
@@ -67,7 +75,7 @@ class Group:
             meeting: What `listen` has given in this process, or its host and port.
             device: Whose tensors the collectives take; on CUDA one device a rank.
             timeout_s: How long to wait for the other ranks, here and in each collective.
-        Raises: PipelineError if they do not come.
+        Raises: GroupLost if they do not come.
         """
         if size == 1:
             return cls()
@@ -137,7 +145,7 @@ class Group:
             self.check()
 
     def check(self) -> None:
-        """Raises: PipelineError if the group has been broken off: what its collectives gave since is of no use."""
+        """Raises: GroupLost if the group has been broken off: what its collectives gave since is of no use."""
         if self._problem is not None:
             raise _error(self.rank, self._problem)
 
@@ -234,8 +242,8 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _error(rank: int, what: str) -> PipelineError:
-    return PipelineError(
+def _error(rank: int, what: str) -> GroupLost:
+    return GroupLost(
         f"drafter-{rank} {what}; all drafters have to be alive and reachable: the log of the one that is not says why",
         role=f"drafter-{rank}",
         batch=None,

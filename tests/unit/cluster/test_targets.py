@@ -35,7 +35,7 @@ class Host:
         self.actor, self.role = actor, role
 
     def load(self) -> Loaded:
-        return Loaded(self.actor, "there", paceline.__version__, fingerprint="same", packed=True)
+        return Loaded(self.actor, "there", paceline.__version__, fingerprint="same", head="head", packed=True)
 
     def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
         tokens = unpack_tokens(fields)
@@ -95,7 +95,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_batches_come_in_order_from_all_processes() -> None:
     """Every role's process is asked, the ledger is even, and idle times are summed once."""
     setting = Setting()
-    assert setting.targets.start().packed
+    assert setting.targets.start("head").packed
     ledger = setting.train(40).ledger()
     assert (ledger.issued, ledger.trained, ledger.retried) == (40, 40, 0)
     assert all("features" in actor.calls for actor in setting.ray.actors)
@@ -107,7 +107,7 @@ def test_batches_come_in_order_from_all_processes() -> None:
 def test_a_process_that_dies_is_started_again_and_nothing_is_lost() -> None:
     """Batches that it had are made again, in their order; it is told of, and counted."""
     setting = Setting()
-    setting.targets.start()
+    setting.targets.start("head")
 
     def kill(number: int) -> None:
         if number == 5:
@@ -124,7 +124,7 @@ def test_a_process_that_dies_is_started_again_and_nothing_is_lost() -> None:
 def test_one_that_dies_too_often_is_given_up_and_the_others_go_on() -> None:
     """After `run.max_restarts` the run goes on with what is left."""
     setting = Setting()
-    setting.targets.start()
+    setting.targets.start("head")
 
     def kill(number: int) -> None:
         if number >= 5 and len(setting.ray.actors) < 4:
@@ -141,7 +141,7 @@ def test_one_that_dies_too_often_is_given_up_and_the_others_go_on() -> None:
 def test_where_none_is_left_the_run_ends_and_says_why() -> None:
     """The error names every role and what became of it."""
     setting = Setting(restarts=0)
-    setting.targets.start()
+    setting.targets.start("head")
 
     def kill(number: int) -> None:
         if number == 3:
@@ -162,7 +162,7 @@ def test_a_stop_ends_the_wait_for_a_process() -> None:
             return super().load()
 
     setting = Setting(NeverBack)
-    setting.targets.start()
+    setting.targets.start("head")
     for actor in setting.ray.actors:
         actor.kill()
     with pytest.raises(PipelineError, match="was lost"):
@@ -182,7 +182,7 @@ def test_what_fails_in_the_target_comes_out_as_it_was() -> None:
             raise ZeroDivisionError("of the target")
 
     setting = Setting(Failing)
-    setting.targets.start()
+    setting.targets.start("head")
     with pytest.raises(ZeroDivisionError, match="of the target"):
         setting.targets.make(3)
     assert not setting.events
@@ -198,7 +198,7 @@ def test_a_process_that_has_lost_its_device_is_started_again() -> None:
             return super().features(fields)
 
     setting = Setting(Broken)
-    setting.targets.start()
+    setting.targets.start("head")
     assert setting.train(20).ledger().trained == 20
     assert setting.events[0] == (
         "target was lost",
@@ -211,7 +211,8 @@ def test_a_process_that_has_lost_its_device_is_started_again() -> None:
     [
         ({"problem": "ModelError: no weights"}, "target-1 on there: ModelError: no weights"),
         ({"version": "0.0.1"}, "has Paceline 0.0.1"),
-        ({"fingerprint": "other"}, "has other weights behind t"),
+        ({"fingerprint": "other"}, "has other weights behind t than there"),
+        ({"head": "other"}, "has other weights behind t than this host"),
     ],
 )
 def test_a_target_that_does_not_go_with_the_others_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -226,10 +227,10 @@ def test_a_target_that_does_not_go_with_the_others_is_refused(changes: dict[str,
         foreign = 1
 
     with pytest.raises(ModelError, match=message):
-        Setting(Foreign).targets.start()
+        Setting(Foreign).targets.start("head")
     Foreign.foreign = 2
     setting = Setting(Foreign)
-    setting.targets.start()
+    setting.targets.start("head")
     setting.ray.actors[1].kill()
     assert setting.train(30).ledger().trained == 30
     assert setting.events[-1][0] == "target is given up"
@@ -239,7 +240,7 @@ def test_what_is_for_another_rank_does_not_come_here() -> None:
     """Its batch has shapes and a reference, and passes the same queue."""
     setting = Setting()
     setting.targets._rank_of = lambda number: number % 2
-    setting.targets.start()
+    setting.targets.start("head")
     mine, theirs = setting.targets.make(4), setting.targets.make(5)
     assert mine.context_feature.tolist() == [[4.0, 4.0]] * 6
     assert isinstance(theirs, AwayBatch) and theirs.rank == 1 and theirs.context_feature.device.type == "meta"
@@ -250,22 +251,64 @@ def test_what_is_for_another_rank_does_not_come_here() -> None:
 def test_documents_are_asked_of_any_process() -> None:
     """Validation's rows go the same way."""
     setting = Setting()
-    setting.targets.start()
+    setting.targets.start("head")
     assert setting.targets.document_features(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_closing_ends_the_processes() -> None:
-    """All of them."""
-    setting = Setting()
-    setting.targets.start()
+def test_closing_ends_the_processes_and_the_calls() -> None:
+    """A thread that waits for one is told that it is over, and nothing is started again."""
+
+    class Slow(Host):
+        def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
+            time.sleep(0.3)
+            return super().features(fields)
+
+    setting = Setting(Slow)
+    setting.targets.start("head")
+    ended = list[type]()
+
+    def ask() -> None:
+        try:
+            setting.targets.make(0, "target-0")
+        except BaseException as error:
+            ended.append(type(error))
+
+    lane = threading.Thread(target=ask)
+    lane.start()
+    time.sleep(0.1)
     setting.targets.close()
+    lane.join(5.0)
+    assert ended == [ChannelClosed] and not setting.events and len(setting.ray.actors) == 2
     assert all(actor._dead.is_set() for actor in setting.ray.actors)
+    with pytest.raises(ChannelClosed):
+        setting.targets.make(1)
+
+
+def test_of_processes_that_died_idle_no_batch_is_to_blame() -> None:
+    """However many are gone, a batch is made by the one that is left."""
+    setting = Setting(targets=5, restarts=0)
+    setting.targets.start("head")
+    for actor in setting.ray.actors[:4]:
+        actor.kill()
+    with pytest.raises(PipelineError, match="target-0 was lost"):
+        setting.targets.make(3, "target-0")
+    assert setting.targets.make(3, "target-0").tokens.number == 3  # it asked three dead ones on the way
+    assert [content["left"] for kind, content in setting.events if kind == "target is given up"] == [4, 3, 2, 1]
+
+
+def test_a_document_is_asked_for_again() -> None:
+    """A target that dies over a row of validation costs nothing."""
+    setting = Setting()
+    setting.targets.start("head")
+    setting.ray.actors[0].kill()
+    assert setting.targets.document_features(torch.arange(3)).tolist() == [0, 1, 2]
+    assert setting.events[0][0] == "target was lost"
 
 
 def test_actors_get_what_was_configured() -> None:
     """Threads as processors, a GPU where there are GPUs, and no restarts by Ray, which nobody would count."""
     setting = Setting()
-    setting.targets.start()
+    setting.targets.start("head")
     assert setting.ray.options[0]["num_cpus"] == 1 and setting.ray.options[0]["num_gpus"] == 0
     assert setting.ray.options[0]["max_restarts"] == 0
     assert isinstance(setting.ray.actors[0], Actor) and Path("t").name == "t"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -180,3 +181,12 @@ def test_a_rank_that_is_killed_is_noticed_at_once() -> None:
         other.kill()
         other.wait()
     assert [float(total) for total in ranks.run(2, lambda group: group.sum(torch.ones(1)))] == [2.0, 2.0]
+
+
+def test_the_meeting_place_is_heard_at_its_address_alone() -> None:
+    """A store of another address of this host is refused a connection."""
+    store = listen("127.0.0.1", 5.0)
+    with socket.create_connection(("127.0.0.1", store.port), timeout=2):
+        pass
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", store.port), timeout=2):
+        pass
