@@ -32,8 +32,12 @@ from paceline.train.target import check_taps, load_head, load_target
 
 @dataclass(frozen=True)
 class RankReady:
-    """What a rank says once it has its part of the target: `fingerprint` is that of its layers, if colocated, and `head`
-    that of embedding and head."""
+    """What a rank says once it has its part of the target.
+
+    Attributes:
+        fingerprint: Of its layers; None unless it is colocated.
+        head: Of embedding and head.
+    """
 
     pid: int
     host: str
