@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,54 @@ def test_a_drafter_that_dies_takes_the_run_back_to_its_last_checkpoint(toy: Toy,
     train(toy.config(struck, *settings), kill)
     assert_same_bits(calm, struck)
     assert events(struck).count("restarted") == 1 and "failed" in events(struck)
+
+
+@pytest.mark.slow
+def test_a_drafter_that_dies_while_a_checkpoint_is_gathered_is_started_again(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collectives of a save are the group's as well."""
+    from paceline.train.saver import Saver
+
+    settings = (*GROUP, "topology.layout=colocated", "checkpoint.every_steps=4")
+    calm, struck = tmp_path / "calm", tmp_path / "struck"
+    train(toy.config(calm, *settings))
+    save, times = Saver.save, [0]
+
+    def struck_save(self: Saver, *args: Any, **options: Any) -> None:
+        times[0] += 1
+        if times[0] == 2:
+            os.kill(roles(struck)["drafter-1"]["pid"], signal.SIGKILL)
+            time.sleep(0.5)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Saver, "save", struck_save)
+    train(toy.config(struck, *settings))
+    assert_same_bits(calm, struck)
+    assert events(struck).count("restarted") == 1
+
+
+@pytest.mark.slow
+def test_a_target_that_dies_over_validation_costs_nothing(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row is asked for again, and the measurement is the same."""
+    from paceline.cluster.targets import RemoteTargets
+
+    calm, struck = tmp_path / "calm", tmp_path / "struck"
+    calm_lines = train(toy.config(calm))[1]
+    ask, times = RemoteTargets.document_features, [0]
+
+    def struck_ask(self: RemoteTargets, *args: Any) -> Any:
+        times[0] += 1
+        if times[0] == 2:
+            os.kill(roles(struck)["target-0"]["pid"], signal.SIGKILL)
+        return ask(self, *args)
+
+    monkeypatch.setattr(RemoteTargets, "document_features", struck_ask)
+    lines = train(toy.config(struck, "topology.executor=ray", "topology.targets=2"))[1]
+    assert same_training(lines) == same_training(calm_lines)
+    assert times[0] > 2 and "target was lost" in events(struck)
 
 
 @pytest.mark.slow
