@@ -3,19 +3,23 @@
     python -m benchmarks.chaos --trials 200 --out benchmarks/results/chaos-cpu.json                       # some minutes
     python -m benchmarks.chaos --device cuda --at-a-time 6 --no-saves --out benchmarks/results/chaos-h200.json
     python -m benchmarks.chaos --short                                                    # what `make test` does
+    python -m benchmarks.chaos --ray --trials 50 --out benchmarks/results/chaos-ray-cpu.json  # processes on Ray
 
 Every trial trains the tiny target of the tests until it is struck (killed, stopped, frozen, starved, left without a
 disk), starts again until the run is finished, and compares weights, moments and losses with those of a run that nobody
-disturbed, bit for bit. The parts are in tests/chaos; the channel's interleavings are a test of their own there.
+disturbed, bit for bit. With `--ray` its roles are processes of one or two hosts, which are struck as well, and a run
+may go on in another layout. The parts are in tests/chaos; the channel's interleavings are a test of their own there.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import importlib.metadata
 import json
 import logging
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -28,7 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.chaos.harness import World
+    from tests.chaos.ray_trials import RayTrial
     from tests.chaos.trials import Trial
+
+TRIALS, RAY_TRIALS = 200, 50
 
 SHORT_TRIALS = 20
 """Two of each fault."""
@@ -37,7 +44,9 @@ SHORT_TRIALS = 20
 def main() -> None:
     """Build, strike, print the tables, and write them."""
     parser = argparse.ArgumentParser(description="Strike runs, and compare what comes of them with an undisturbed one.")
-    parser.add_argument("--trials", type=int, default=200, metavar="N")
+    parser.add_argument("--ray", action="store_true", help="trials of runs whose roles are processes on Ray")
+    parser.add_argument("--trials", type=int, metavar="N", help=f"{TRIALS}, with --ray {RAY_TRIALS}")
+    parser.add_argument("--minutes", type=float, default=600.0, help="with --ray: begin no trial after so many")
     parser.add_argument("--first", type=int, default=0, metavar="I", help="number of the first trial")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
@@ -53,7 +62,7 @@ def main() -> None:
     os.environ |= {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # asking must not open the device
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-        result = measure(options, options.folder or Path(temporary) / "chaos")
+        result = (measure_ray if options.ray else measure)(options, options.folder or Path(temporary) / "chaos")
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.exit(0 if result["bugs"] == 0 else 1)
@@ -82,6 +91,63 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "harness": checks,
         "saves": saves,
         **trials,
+    }
+
+
+def measure_ray(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Trials of runs on Ray, as they go into the result file."""
+    from tests.chaos import ray_trials
+
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(Path(__file__).parents[1])}
+    os.environ["RAY_worker_niceness"] = "0"  # 15 is the default, and beside other work a process hardly starts
+    started = time.monotonic()
+    world = ray_trials.build(folder.resolve())
+    print(f"an undisturbed run of two drafters: {world.steps} steps in {world.seconds:.1f} s", flush=True)
+
+    count = RAY_TRIALS if options.trials is None else options.trials
+    waiting = iter(range(options.first, options.first + count))
+    trials: list[RayTrial] = []
+    # Ray's clusters want to be made by the main thread of a process
+    with concurrent.futures.ProcessPoolExecutor(options.at_a_time, multiprocessing.get_context("spawn")) as pool:
+        active: set[concurrent.futures.Future[RayTrial]] = set()
+        while True:
+            while len(active) < options.at_a_time and time.monotonic() - started < 60 * options.minutes:
+                if (index := next(waiting, None)) is None:
+                    break
+                active.add(pool.submit(ray_trials.ray_trial, world, options.seed, index))
+            if not active:
+                break
+            done, active = concurrent.futures.wait(active, return_when=concurrent.futures.FIRST_COMPLETED)
+            for trial in (each.result() for each in done):
+                trials.append(trial)
+                print(ray_trials.told(trial), flush=True)
+    trials.sort(key=lambda trial: trial.index)
+    left = ray_trials.left_at_the_end(trials)
+    outcomes = collections.Counter(trial.outcome for trial in trials)
+    strikes = collections.Counter(strike for trial in trials for strike in trial.strikes)
+    print(dict(outcomes), dict(strikes))
+    return {
+        "what": "runs on Ray whose processes, hosts and driver were struck at random instants, resumed, compared",
+        "command": " ".join(["python -m benchmarks.chaos", *sys.argv[1:]]),
+        "machine": machine("cpu"),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray")}
+        | {"python": platform.python_version(), "paceline": _paceline(), "commit": _commit()},
+        "run": {"steps": world.steps, "seconds": world.seconds, "settings": list(world.settings)},
+        "seconds": time.monotonic() - started,
+        "bugs": sum(trial.outcome not in ray_trials.GOOD for trial in trials) + len(left),
+        "num_trials": len(trials),
+        "num_starts": sum(len(trial.starts) for trial in trials),
+        "num_refusals": sum(len(trial.refusals) for trial in trials),
+        "num_missed_strikes": sum(trial.num_missed for trial in trials),
+        "longest_left_s": max((trial.left_s for trial in trials), default=0.0),
+        "left_at_the_end": left,
+        "outcomes": dict(outcomes),
+        "strikes": {name: strikes[name] for name in ray_trials.STRIKES},
+        "strikes_while_starting": sum(
+            name.endswith("while starting") for trial in trials for start in trial.starts for name in start["strikes"]
+        ),
+        "first_layouts": dict(collections.Counter(trial.starts[0]["layout"] for trial in trials)),
+        "trials": [asdict(trial) for trial in trials],
     }
 
 
@@ -135,7 +201,7 @@ def run_trials(world: World, options: argparse.Namespace) -> dict[str, Any]:
     from tests.chaos.harness import together
     from tests.chaos.trials import GOOD, HANG, trial
 
-    count = SHORT_TRIALS if options.short else options.trials
+    count = SHORT_TRIALS if options.short else TRIALS if options.trials is None else options.trials
     numbers = range(options.first, options.first + count)
     started = time.monotonic()
     trials = together((trial(world, options.seed, number) for number in numbers), options.at_a_time)

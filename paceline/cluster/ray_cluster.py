@@ -65,6 +65,7 @@ def ray_cluster(address: str | None, needs: Needs, own_device: str = "cpu") -> I
         log.warning("ray was imported before: the cluster of this run may listen beyond the loopback device")
     if address is None:  # else it listens on every interface, whatever address it is given; read when it is imported
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else targets run at 15, behind all others of this host
     try:
         import ray
     except ImportError as error:

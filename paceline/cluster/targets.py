@@ -18,10 +18,10 @@ from torch import Tensor
 import paceline
 from paceline.cluster.arrays import Arrays, AwayBatch, num_bytes, pack, pack_tokens, unpack
 from paceline.cluster.pages import GROUP
-from paceline.cluster.ray_cluster import cpus_of, tree_of, wait_for
+from paceline.cluster.ray_cluster import SAY_S, cpus_of, tree_of, wait_for
 from paceline.cluster.target_host import Loaded, Made, TargetHost
 from paceline.config import RunConfig
-from paceline.errors import ModelError, PipelineError
+from paceline.errors import GroupLost, ModelError, PipelineError
 from paceline.pipeline.channel import ChannelClosed
 from paceline.profiling import stages
 from paceline.records import FeatureBatch, TokenBatch
@@ -105,7 +105,8 @@ class RemoteTargets:
 
         Args:
             head: Fingerprint of embedding and head in this process.
-        Raises: ModelError if one cannot have its target, or has another; PipelineError if its process ends.
+        Raises: ModelError if one cannot have its target, or has another; PipelineError if its process ends,
+            with several drafters GroupLost.
         """
         self._head = head
         for place in self._places:
@@ -115,7 +116,9 @@ class RemoteTargets:
                 wait_for(self._ray, place.loading, place.role, self._should_stop)
                 place.loaded = self._ray.get(place.loading)
             except self._ray.exceptions.RayError as error:
-                raise PipelineError(
+                # a group that starts again may be ahead of Ray's knowledge of a host that is gone
+                again = self._config.topology.drafters > 1 and not isinstance(error, self._ray.exceptions.RayTaskError)
+                raise (GroupLost if again else PipelineError)(
                     f"{place.role} could not be started: {error}", role=place.role, batch=None
                 ) from error
             if place.loaded.problem is not None:
@@ -267,7 +270,11 @@ class RemoteTargets:
 
     def _choose(self, role: str) -> _Place:
         """The role's own process if it is well, else the one with the fewest calls; waits while none is."""
+        started, has_said = time.monotonic(), False
         while True:
+            if not has_said and time.monotonic() > started + SAY_S:
+                log.warning("no target is there for %.0f s: the cluster may have no room to start one again", SAY_S)
+                has_said = True
             with self._lock:
                 self._check_open()
                 for place in self._places:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.chaos.harness import Bits, Ended, digests
+from tests.chaos.ray_trials import actors_of, not_close, processes_of
 from tests.chaos.trials import ENDS, FAULTS, HANG, OTHER_END, REFUSED, TRACEBACK, judge
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,16 @@ def test_a_hundred_runs_and_every_change(tmp_path: Path) -> None:
     assert result["num_trials"] == 100
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_run_on_ray_that_is_struck_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """One trial: a target's process is killed, and weights, moments and losses are those of the undisturbed run."""
+    result = run_chaos(tmp_path, "--ray", "--trials", "1")
+    assert result["bugs"] == 0 and result["outcomes"] == {"same bits": 1}, result["output"]
+    assert sum(result["strikes"].values()) >= 1
+    assert result["longest_left_s"] < 20.0
+
+
 @pytest.mark.parametrize(
     ("ended", "fault", "is_finished", "outcome"),
     [
@@ -107,6 +118,38 @@ def test_bits_that_differ_are_named(tmp_path: Path) -> None:
     assert Bits(one, lines).difference(Bits(two, lines)) == "tensor b"
     assert Bits(one, lines).difference(Bits(one, lines[:1])) == "2 and 1 metrics lines"
     assert "step 2" in (Bits(one, lines).difference(Bits(one, [lines[0], {"step": 2, "loss": 0.3}])) or "")
+
+
+def test_losses_may_differ_by_another_order_of_sums_alone() -> None:
+    """A loss within 1e-4 passes; one further off, another batch and a lost line are named."""
+    line = {"step": 1, "batch": 4, "loss": 2.0, "grad_norm": 1.0, "acceptance_length_est": 1.5}
+    straight = Bits({}, [line])
+    assert not_close(Bits({}, [line | {"loss": 2.0001}]), straight) is None
+    assert "loss of step 1" in (not_close(Bits({}, [line | {"loss": 2.0003}]), straight) or "")
+    assert "batch of step 1" in (not_close(Bits({}, [line | {"batch": 5}]), straight) or "")
+    assert not_close(Bits({}, []), straight) == "0 and 1 metrics lines"
+
+
+def test_processes_of_a_run_are_found_by_their_output(tmp_path: Path) -> None:
+    """An actor by its log, and what belongs to a cluster by its folder, which is named after the driver."""
+    session = tmp_path / "session_2026-11-30_12-00-00_000000_99999999" / "logs"
+    logs = tmp_path / "run" / "logs"
+    session.mkdir(parents=True)
+    logs.mkdir(parents=True)
+    sleepers = []
+    for file in (logs / "target-1.log", session / "raylet.out"):
+        with file.open("w") as output:
+            sleepers.append(subprocess.Popen(["sleep", "60"], stdout=output))
+    try:
+        found = dict(processes_of(tmp_path / "run", [99999999]))
+        assert found == {sleepers[0].pid: "target-1", sleepers[1].pid: "of the cluster"}
+        assert dict(processes_of(tmp_path / "run", [9999999])) == {sleepers[0].pid: "target-1"}
+        assert actors_of(tmp_path / "run", "target") == [sleepers[0].pid]
+        assert actors_of(tmp_path / "run", "drafter") == []
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
 
 
 PROGRAM = """

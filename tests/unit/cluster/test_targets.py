@@ -16,7 +16,7 @@ from paceline.cluster.arrays import Arrays, AwayBatch, pack, unpack_tokens
 from paceline.cluster.target_host import Loaded, Made
 from paceline.cluster.targets import RemoteTargets
 from paceline.config import RunConfig, load_config
-from paceline.errors import ModelError, PipelineError
+from paceline.errors import GroupLost, ModelError, PipelineError
 from paceline.pipeline.channel import ChannelClosed
 from paceline.pipeline.coordinator import Coordinator
 from paceline.pipeline.local import open_stream
@@ -312,3 +312,21 @@ def test_actors_get_what_was_configured() -> None:
     assert setting.ray.options[0]["num_cpus"] == 1 and setting.ray.options[0]["num_gpus"] == 0
     assert setting.ray.options[0]["max_restarts"] == 0
     assert isinstance(setting.ray.actors[0], Actor) and Path("t").name == "t"
+
+
+@pytest.mark.parametrize(("drafters", "kind"), [(1, PipelineError), (2, GroupLost)])
+def test_a_process_that_dies_while_it_loads_ends_the_start(drafters: int, kind: type[Exception]) -> None:
+    """Of a group it is the group's loss: that may have started again before Ray knew that a host is gone."""
+    started: list[Host] = []
+
+    class Slow(Host):
+        def load(self) -> Loaded:
+            started.append(self)
+            setting.ray.actors[self.actor].kill()
+            return super().load()
+
+    setting = Setting(Slow)
+    setting.targets._config = config(f"topology.drafters={drafters}")
+    with pytest.raises(PipelineError, match="target-0 could not be started") as caught:
+        setting.targets.start("head")
+    assert type(caught.value) is kind and started
