@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ from paceline.cluster.target_host import write_log_to
 from paceline.config import parse_config
 from paceline.errors import PacelineError
 from paceline.models.draft import DraftShape
+from paceline.pipeline.local import RETRY_S, may_pass
 from paceline.profiling import stages
-from paceline.records import FeatureBatch, StepSums
+from paceline.records import FeatureBatch, StepSums, TokenBatch
 from paceline.train import checkpoint
 from paceline.train.build import Recipe, new_drafter, new_step
 from paceline.train.group import Group
 from paceline.train.target import check_taps, load_head, load_target
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,12 +147,24 @@ class DrafterHost(Watched):
         """Take part in gathering what rank 0 writes."""
         self._step.optimizer.copy_buffers(None)
 
+    def _made_here(self, tokens: TokenBatch) -> FeatureBatch:
+        """Features of this process's own target, made again where that may help."""
+        for retry in range(self._recipe.config.pipeline.max_retries):
+            try:
+                return self._target.features(tokens)
+            except Exception as error:  # whatever it is, it ends the run when it comes again
+                if not may_pass(error):
+                    raise
+                log.warning("batch %d is made again: %s: %s", tokens.number, type(error).__name__, error)
+                time.sleep(RETRY_S * 2**retry)
+        return self._target.features(tokens)
+
     def _features(self, fields: dict[str, Any], arrays: Arrays | None) -> FeatureBatch:
         tokens = unpack_tokens(fields)
         stages.next_batch(tokens.number)
         if arrays is None:
             with stages.GET_WAIT, stages.as_role(f"target-{self._rank}"):
-                return self._target.features(tokens)
+                return self._made_here(tokens)
         device = self._target.device
         with stages.H2D_SYNC:
             feature = unpack(arrays.context_feature).to(device)
