@@ -207,6 +207,7 @@ def test_whoever_waits_for_a_queue_is_no_cause_unless_asked_for() -> None:
     assert getter.thread("getter-1").categories.keys() == {"queue_wait"}
 
 
+@pytest.mark.slow
 def test_a_lock_convoy_needs_native_stacks_and_is_found_by_them() -> None:
     """Python stacks cannot tell a wait for a lock from work: undecided, and what to measure next. Native ones can."""
     with running("lock_convoy.py") as process:
@@ -247,6 +248,7 @@ def test_a_training_loop_on_the_cpu_is_compute() -> None:
         assert judged(report, id).outcome != "supported"
 
 
+@pytest.mark.slow
 def test_a_training_loop_that_waits_for_its_loader_is_told_so() -> None:
     """The cause is in the main thread, and the loader's workers are in the report as its children."""
     pytest.importorskip("torch")
@@ -315,6 +317,7 @@ def test_pure_launches_are_launch_overhead_and_no_synchronisation(driver: Path) 
     assert sync.outcome == ("refuted" if report.observations["critical.sync"].high < 0.05 else "undecided")
 
 
+@pytest.mark.slow
 def test_pure_waits_are_synchronisation(driver: Path) -> None:
     """All of the time in waits for the stream; whether the device is busy meanwhile is unknown, and is asked next."""
     with running("fake_cuda.py", str(driver), "0", "waiting") as process:

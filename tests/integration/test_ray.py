@@ -79,6 +79,7 @@ def test_a_killed_target_changes_nothing(toy: Toy, straight: tuple[Path, list[di
     assert (run_dir / "logs" / "target-0.log").exists()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_changes_nothing(
     toy: Toy, straight: tuple[Path, list[dict[str, Any]]], tmp_path: Path, cluster: Any
 ) -> None:
@@ -120,16 +121,22 @@ def assert_close(seen: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
 
 
 def test_two_drafters_train_as_one(toy: Toy, alone: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Targets beside them or in the same processes: the losses are one drafter's, and it goes on what they saved."""
-    split, colocated = tmp_path / "split", tmp_path / "colocated"
-    report, lines = train(toy.config(split, *GROUP, "topology.layout=split"))
-    assert_close(lines, alone)
-    assert report.ledger["trained"] == report.ledger["issued"] and report.best_acceptance_length is not None
+    """In processes with a target each: the losses are one drafter's, and it goes on with what they saved."""
+    run_dir = tmp_path / "run"
     halves = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 5 else None  # noqa: E731
-    _, first = train(toy.config(colocated, *GROUP, "topology.layout=colocated"), halves)
-    _, second = train(toy.config(colocated, GROUP[0]))
-    assert 5 <= len(first) < len(lines)
+    _, first = train(toy.config(run_dir, *GROUP, "topology.layout=colocated"), halves)
+    report, second = train(toy.config(run_dir, GROUP[0]))
+    assert 5 <= len(first) < len(alone)
     assert_close([*first, *second], alone)
+    assert report.best_acceptance_length is not None
+
+
+@pytest.mark.slow
+def test_two_drafters_beside_their_target_train_as_one(toy: Toy, alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Features go from the target to either of them."""
+    report, lines = train(toy.config(tmp_path / "run", *GROUP, "topology.layout=split"))
+    assert_close(lines, alone)
+    assert report.ledger["trained"] == report.ledger["issued"]
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ def test_without_ray_its_paths_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_features_cross_two_raylets() -> None:
     """Every payload comes whole and in order, copied into a store and between stores, and out of it by reference."""

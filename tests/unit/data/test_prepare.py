@@ -227,7 +227,12 @@ def test_a_killed_run_leaves_the_old_data_set_and_no_processes(tmp_path: Path, r
 
 
 @pytest.mark.parametrize(
-    ("numbers", "code"), [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT] * 2, 130)]
+    ("numbers", "code"),
+    [
+        pytest.param([signal.SIGINT], 130, marks=pytest.mark.slow),
+        pytest.param([signal.SIGTERM], 143, marks=pytest.mark.slow),
+        ([signal.SIGINT] * 2, 130),
+    ],
 )
 def test_an_interrupted_run_ends_at_once_and_says_what_became_of_it(
     numbers: list[signal.Signals], code: int, tmp_path: Path, run_prepare: RunPrepare

@@ -220,7 +220,7 @@ def test_drafted_answers_equal_plain_ones(
         assert drafted.acceptance.rounds < 39
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [False, True])
 def test_copied_drafts_change_no_token(
     family: str, stop: bool, cached_target: Callable[[str], CachedTarget], prompts: list[list[int]]

@@ -104,7 +104,7 @@ def times(pid: int, tid: int) -> tuple[float, float]:
     return int(on_cpu) / 1e9, int(waiting) / 1e9
 
 
-@pytest.mark.parametrize("duty", [0.3, 0.8])
+@pytest.mark.parametrize("duty", [0.3, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_a_hog_is_seen_as_often_as_it_holds_the_lock(duty: float, tmp_path: Path) -> None:
     """Its share is its own time on a CPU and waiting for one, within the interval and 6 points; of its waits, those
     after a sleep are without the lock, so on a busy machine the truth is a range."""
