@@ -47,7 +47,6 @@ class RemoteRanks:
     Args:
         ray: The connected module.
         recipe: Of the run.
-        fingerprint: Of the target that features come from; colocated ranks have to have the same.
     """
 
     def __init__(self, ray: Any, recipe: Recipe) -> None:

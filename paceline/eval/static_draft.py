@@ -41,9 +41,7 @@ class StaticDrafter:
         is_on_gpu = self._device.type == "cuda"
         self._run: Call = _run if is_on_gpu else call
         self._round = GraphRunner(self._launch, "a drafter's round", "on" if is_on_gpu else "off")
-        self._is_recorded = not is_on_gpu
         self._capacity = self._num_context = self._num_new = 0
-        self._answers: dict[int, Tensor] = {}
         with torch.inference_mode(False):
             self._ids = torch.full((1, block_size), drafter.shape.mask_token_id, device=self._device)
             self._start, self._base = (torch.zeros((), dtype=torch.int64, device=self._device) for _ in range(2))
