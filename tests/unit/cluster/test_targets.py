@@ -296,6 +296,22 @@ def test_of_processes_that_died_idle_no_batch_is_to_blame() -> None:
     assert [content["left"] for kind, content in setting.events if kind == "target is given up"] == [4, 3, 2, 1]
 
 
+def test_a_batch_that_kills_every_process_ends_the_run() -> None:
+    """Its number is in the error, and not every restart of every process was spent on it."""
+
+    class Killed(Host):
+        def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
+            if unpack_tokens(fields).number == 4:
+                setting.ray.actors[self.actor].kill()
+            return super().features(fields)
+
+    setting = Setting(Killed, restarts=50)
+    setting.targets.start("head")
+    with pytest.raises(PipelineError) as caught:
+        setting.train(30)
+    assert caught.value.batch == 4 and len(setting.ray.actors) < 20
+
+
 def test_a_document_is_asked_for_again() -> None:
     """A target that dies over a row of validation costs nothing."""
     setting = Setting()
