@@ -47,6 +47,7 @@ class _Place:
         self.num_calls = 0
         self.num_restarts = 0
         self.lost: str | None = None
+        self.suspect: int | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -97,6 +98,7 @@ class RemoteTargets:
         self._should_stop = should_stop
         self._lock = threading.Lock()
         self._is_closed = False
+        self._suspects: set[int] = set()
         self._idle_s = 0.0
         self.num_bytes, self.fetch_s = 0, 0.0
         self._places = [_Place(f"target-{i}") for i in range(config.topology.targets)]
@@ -172,8 +174,12 @@ class RemoteTargets:
                 made, arrays = self._call(role, number, "features", fields, is_for_here=rank == 0)
                 break
             except PipelineError as error:
+                if not error.may_pass:
+                    raise
+                with self._lock:  # it, or the batch beside it: next time it has a process to itself
+                    self._suspects.add(number)
                 # of processes that died idle the batch is not to blame; there are so many of them at most
-                if not error.may_pass or error.role == role or spared >= len(self._places):
+                if error.role == role or spared >= len(self._places):
                     raise
         if rank != 0:
             last = None if made.last_hidden is None else _without_memory(made.last_hidden)
@@ -184,6 +190,7 @@ class RemoteTargets:
             last = None if arrays.last_hidden is None else self._here(unpack(arrays.last_hidden))
             batch = FeatureBatch(tokens, self._here(unpack(arrays.context_feature)), last)
         with self._lock:
+            self._suspects.discard(number)
             self._idle_s += made.idle_s
             self.num_bytes += num_bytes(batch) if rank == 0 else 0
         return batch
@@ -226,10 +233,7 @@ class RemoteTargets:
         self, role: str, number: int | None, method: str, *args: Any, is_for_here: bool = False
     ) -> tuple[Any, Any]:
         """What a call gives, and of two values the second one by reference, unless it is for here."""
-        place = self._choose(role)
-        actor = place.actor
-        with self._lock:
-            place.num_calls += 1
+        place, actor = self._choose(role, number)
         try:
             if method != "features":
                 return self._ray.get(getattr(actor, method).remote(*args)), None
@@ -258,6 +262,8 @@ class RemoteTargets:
         finally:
             with self._lock:
                 place.num_calls -= 1
+                for each in self._places:
+                    each.suspect = None if each.suspect == number else each.suspect
 
     def _check_open(self) -> None:
         """Raises: ChannelClosed once the processes are ended on purpose."""
@@ -270,8 +276,12 @@ class RemoteTargets:
             f"the process of {place.role} was lost: {reason}", role=place.role, batch=number, may_pass=True
         )
 
-    def _choose(self, role: str) -> _Place:
-        """The role's own process if it is well, else the one with the fewest calls; waits while none is."""
+    def _choose(self, role: str, number: int | None) -> tuple[_Place, Any]:
+        """Whom to call, counted as called: the role's own process if it is well, else the one with the fewest calls.
+
+        Waits while there is none. A batch over which a process died gets one that does nothing else: so a batch that
+        kills processes is told from those that were beside it.
+        """
         started, has_said = time.monotonic(), False
         while True:
             if not has_said and time.monotonic() > started + SAY_S:
@@ -282,9 +292,15 @@ class RemoteTargets:
                 for place in self._places:
                     self._look(place)
                 ready = [place for place in self._places if place.is_ready]
-                own = next((place for place in ready if place.role == role), None)
-                if ready:
-                    return own or min(ready, key=lambda place: place.num_calls)
+                for place in sorted(ready, key=lambda place: (place.role != role, place.num_calls)):
+                    if place.suspect not in (None, number):
+                        continue
+                    if number in self._suspects:
+                        place.suspect = number
+                        if place.num_calls:
+                            break  # until the calls that it has are over
+                    place.num_calls += 1
+                    return place, place.actor
                 if all(place.lost is not None for place in self._places):
                     reasons = "; ".join(f"{place.role}: {place.lost}" for place in self._places)
                     raise PipelineError(f"no target is left: {reasons}", role=role, batch=None)
