@@ -20,6 +20,7 @@ from paceline.errors import ConfigError
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Factor = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -78,14 +79,18 @@ class Target(_Section):
 
 class Draft(_Section):
     kind: str = "dflash"
-    """Drafter class; `dflash` so far."""
+    """Drafter class: `dflash`; `dflash2`, with convolutions along the block and a candidate selector; `dspark`, whose
+    slots all predict, with a bias by the token before and a confidence head. A `dspark` block drafts as many tokens as
+    it has slots, the others' one fewer."""
     init: UserPath | None = None
     """Drafter to start from: a folder in the z-lab or speculators layout, published or exported, a run or a checkpoint.
     Its weights are where training begins, and its shape is this run's: keys of this section, and `target.layer_ids`,
     are taken from it where they are not set, and an error where they are set otherwise. Read at the first start only.
     None: random weights."""
     options: dict[str, Any] = {}
-    """Settings that only this kind has; `dflash` has none."""
+    """Settings that only this kind has. dflash2: `conv_kernel_size` 2, `conv_group_size` 16, `selector_rank` 256,
+    `selector_top_k` 16. dspark: `markov_rank` 256, `markov_head_type` vanilla (or gated, rnn, which no engine serves),
+    `enable_confidence_head` and `confidence_head_with_markov` true."""
     num_layers: int = Field(default=5, ge=1)
     """Decoder layers of the drafter. Source: DFlash, section 5."""
     block_size: int = Field(default=16, ge=2)
@@ -150,7 +155,19 @@ class Loss(_Section):
     that a slot weighs what the acceptance of the slots up to it and after it makes it worth. Source: DFlash, A.1;
     D-PACE, arXiv:2605.18810."""
     gamma: Auto | float = "auto"
-    """Decay length in positions; without effect with dpace. auto: `default_gamma(block_size)`."""
+    """Decay length in positions; without effect with dpace. auto: `default_gamma` of the tokens that a block drafts."""
+    ce: Auto | Factor = "auto"
+    """Factor of the cross-entropy against the data's tokens. auto: the kind's, 1, of `dspark` 0.1."""
+    kl: Auto | Factor = "auto"
+    """Factor of the divergence of the drafter's distribution from the target's, KL(target || drafter). Like `l1` it
+    needs the target's last hidden state: the target then runs all its layers. auto: the kind's, 0."""
+    l1: Auto | Factor = "auto"
+    """Factor of the summed distance of the two distributions, which is twice the total variation: what drafts lose in
+    acceptance when they are drawn. auto: the kind's, 0, of `dspark` 0.9."""
+    selector: Factor = 1.0
+    """Factor of the loss of the candidate selector; `dflash2` has one."""
+    confidence: Factor = 1.0
+    """Factor of the loss of the confidence head; `dspark` has one."""
 
     @field_validator("gamma")
     @classmethod

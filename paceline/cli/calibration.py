@@ -144,7 +144,7 @@ def _decoding(resolved: ResolvedRun) -> dict[str, Any]:
 
 
 def _random_drafter(resolved: ResolvedRun) -> DFlashDrafter:
-    from paceline.models.draft import drafter_class
+    from paceline.models.kinds import drafter_class
 
     drafter = drafter_class(resolved.draft.kind)(resolved.draft)
     drafter.set_draft_vocab(resolved.draft_token_ids)

@@ -20,15 +20,20 @@ class BlockTargets:
         order: int64 ``[A*J]``; all slots, those that count first.
         num_rows: Slots that reach the head, the first of `order`; known to the host, so that the device need not be
             asked.
+        previous: int64 ``[A, J]``, the target's ids of the tokens right before those to predict, for kinds that draft
+            one token after another; anything where a slot does not count. None: not known.
     """
 
     labels: Tensor
     weights: Tensor
     order: Tensor
     num_rows: int
+    previous: Tensor | None = None
 
     @classmethod
-    def of(cls, labels: Tensor, weights: Tensor, whole_blocks: bool = False) -> BlockTargets:
+    def of(
+        cls, labels: Tensor, weights: Tensor, whole_blocks: bool = False, previous: Tensor | None = None
+    ) -> BlockTargets:
         """Order the slots of these labels and weights.
 
         Args:
@@ -39,7 +44,7 @@ class BlockTargets:
             counts = counts.any(1, keepdim=True).expand_as(counts)
         counts = counts.flatten()
         order = torch.cat([counts.nonzero().flatten(), (~counts).nonzero().flatten()])
-        return cls(labels, weights, order, int(counts.sum()))
+        return cls(labels, weights, order, int(counts.sum()), previous)
 
 
 def make_noise_blocks(input_ids: Tensor, anchors: Anchors, block_size: int, mask_token_id: int) -> Tensor:
@@ -92,6 +97,17 @@ def block_labels(
     same_document = document_ids[positions] == document_ids[anchors.positions][:, None]
     valid = inside & same_document & loss_mask[positions] & anchors.keep[:, None]
     return torch.where(valid, input_ids[positions], 0), valid
+
+
+def previous_tokens(input_ids: Tensor, anchors: Anchors, num_predicted: int) -> Tensor:
+    """The token right before each that a block predicts: column j has the j-th token after the anchor.
+
+    Args:
+        input_ids: int64 ``[S]``.
+    Returns: int64 ``[A, J]``; past the row's end its last token.
+    """
+    positions = anchors.positions[:, None] + torch.arange(num_predicted)
+    return input_ids[positions.clamp(max=len(input_ids) - 1)]
 
 
 def tokens_left(loss_mask: Tensor, document_ids: Tensor, anchors: Anchors, at_most: int) -> Tensor:

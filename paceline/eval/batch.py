@@ -294,7 +294,7 @@ class BatchDrafter:
         noise = self._embed(noise_ids.to(self._device)).to(self._dtype)
         positions = (lengths[:, None] + torch.arange(self._block_size)).to(self._device)
         hidden = self._drafter(noise, positions, packed, layout)
-        return [self._drafter.draft(hidden[row : row + 1], self._head, anchor) for row, anchor in enumerate(anchors)]
+        return self._drafter.propose(hidden, self._head, noise_ids[:, 0].to(self._device)).ids.tolist()
 
 
 def _with_column(x: Tensor) -> Tensor:

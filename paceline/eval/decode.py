@@ -422,7 +422,7 @@ class ContextDrafter:
         with self._autocast:
             noise = self._embed(self._noise_ids).to(self._dtype)
             hidden = self._drafter(noise, positions, context, BlockLayout.of_decode(end, block_size))
-            return self._drafter.draft(hidden, self._head, anchor)
+            return self._drafter.propose(hidden, self._head, self._noise_ids[:, 0]).ids[0].tolist()
 
 
 class CachedTarget:

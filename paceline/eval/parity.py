@@ -281,7 +281,8 @@ def _hits(drafter: DFlashDrafter, target: Target, answers: Sequence[_Answer], sh
         )
         for shift in SHIFTS:
             labels = answer.ids[positions[:, None] + 1 + shift + torch.arange(other.num_predicted)]
-            found[shift].append(other.hits(hidden, head, labels, torch.ones_like(labels, dtype=torch.bool), labels))
+            before, every = answer.ids[positions + shift], torch.ones_like(labels, dtype=torch.bool)
+            found[shift].append(other.hits(hidden, head, labels, every, before))
     return {shift: torch.cat(hits) for shift, hits in found.items()}
 
 

@@ -102,7 +102,7 @@ class StaticDrafter:
         noise = self._embed(self._ids).to(self._dtype)
         layout = _RoomLayout(self._start, positions, bucket)
         hidden = self._drafter(noise, positions[None], room, layout, _attend, self._run)
-        self._drafted.copy_(self._drafter.drafted_ids(hidden, self._head, self._ids[0, 0]))
+        self._drafted.copy_(self._drafter.propose(hidden, self._head, self._ids[:, 0]).ids[0])
 
     def _make_room(self, capacity: int) -> None:
         shape = self._drafter.shape

@@ -9,10 +9,11 @@ the rows are worked on by the kernels of `linear_cross_entropy_triton`; what sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 CHUNK_BYTES = 64 << 20
 """Bytes of one chunk's float32 logits: 340 rows at a vocabulary of 49,152; small enough for a laptop, large enough for
@@ -21,6 +22,24 @@ full matmul speed."""
 CHUNK_ROWS = 2048
 """Rows of one chunk on CUDA: 0.6 GiB of bfloat16 logits at a vocabulary of 151,936. In a prototype
 on an H200 1,024 rows were 1 % slower, and more than 2,048 no faster."""
+
+
+def transformed(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Bare float32 products as the target has them: scaled, then capped."""
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits
+
+
+def stored_gradient(gradient: Tensor, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Gradient of bare products from that of the logits that `transformed` made of them."""
+    if softcap is not None:
+        gradient = gradient * (1 - (logits / softcap) ** 2)
+    if scale != 1.0:
+        gradient = gradient * scale
+    return gradient
 
 
 @dataclass(frozen=True)
@@ -39,12 +58,15 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[..., V]`` logits of ``[..., D]`` hidden rows."""
-        logits = (hidden @ self.weight.T).float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
+        return self.transformed((hidden @ self.weight.T).float())
+
+    def transformed(self, logits: Tensor) -> Tensor:
+        """Bare float32 products as logits. Their order stays."""
+        return transformed(logits, self.scale, self.softcap)
+
+    def stored_gradient(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Gradient of the bare products ``hidden @ weight.T`` from that of these logits."""
+        return stored_gradient(gradient, logits, self.scale, self.softcap)
 
     def rows(self, token_ids: Tensor) -> Head:
         """A head over some tokens only, int64 ``[R]``: its logit i is that of ``token_ids[i]``."""
@@ -83,6 +105,35 @@ class DPace:
         return (reached.flip(1).cumsum(1).flip(1) * counts).flatten()
 
 
+class Candidates(NamedTuple):
+    """The best few tokens of each row.
+
+    Attributes:
+        logits: float32 ``[T, C]``, descending, differentiable; 0 in rows that did not reach the head.
+        ids: int64 ``[T, C]``.
+    """
+
+    logits: Tensor
+    ids: Tensor
+
+
+class RowLosses(NamedTuple):
+    """What a loss over rows gives.
+
+    Attributes:
+        loss: float32 scalar, sum of weight times loss; the gradient flows to the hidden rows.
+        weight: float32 scalar, the sum of the weights that were used.
+        hits: bool ``[T]``. A label that shares the best logit with other tokens is a hit; bfloat16 logits tie now and
+            then, so that the hits flatter a little. False in rows that did not reach the head.
+        candidates: If any were asked for.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    hits: Tensor
+    candidates: Candidates | None = None
+
+
 def chunk_rows(dpace: DPace | None) -> int:
     """Rows of one chunk on CUDA: whole blocks where the loss weighs those. One row more than a multiple of it costs a
     whole chunk."""
@@ -97,7 +148,8 @@ def weighted_linear_cross_entropy(
     rows: Tensor | None = None,
     num_rows: int | None = None,
     dpace: DPace | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    num_candidates: int = 0,
+) -> RowLosses:
     """Sum of ``weights * nll`` over the rows that count, the sum of the weights, and whether the best logit hits.
 
     Nothing asks the device, and shapes follow from T and `num_rows` alone, so that a CUDA graph can hold the call. The
@@ -112,16 +164,17 @@ def weighted_linear_cross_entropy(
             their label and weight.
         dpace: Weights by confidence. Rows then come in whole blocks: T and `num_rows` are multiples of J, and in `rows`
             each block's rows stay together and in order.
-    Returns: float32 scalar (the gradient flows to `hidden`); float32 scalar, the sum of the weights that were used,
-        D-PACE's included; and bool ``[T]`` in the order of `hidden`. A label that shares the best logit with other
-        tokens is a hit; bfloat16 logits tie now and then, so that the hits flatter a little.
+        num_candidates: C, best tokens of each row to give as well.
+    Returns: the sums, D-PACE's weights in that of the weights; hits and candidates in the order of `hidden`.
     """
     num_rows = len(hidden) if num_rows is None else num_rows
     assert hidden.dtype == head.weight.dtype and num_rows <= len(hidden) == len(labels) == len(weights)
     assert rows is None or len(rows) == len(hidden)
     assert dpace is None or (len(hidden) % dpace.block == 0 and num_rows % dpace.block == 0)
-    loss, weight, hits = _WeightedLinearCrossEntropy.apply(hidden, head, labels, weights, rows, num_rows, dpace)
-    return loss, weight, hits
+    loss, weight, hits, logits, ids = _WeightedLinearCrossEntropy.apply(
+        hidden, head, labels, weights, rows, num_rows, dpace, num_candidates
+    )
+    return RowLosses(loss, weight, hits, Candidates(logits, ids) if num_candidates else None)
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -140,22 +193,48 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         rows: Tensor | None,
         num_rows: int,
         dpace: DPace | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_candidates: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        best = empty_candidates(hidden, num_candidates)
         if _has_kernels(hidden.device):
             from paceline.kernels.linear_cross_entropy_triton import forward  # Triton is there on CUDA hosts alone
 
-            loss, weight, hits, gradient = forward(hidden, head, labels, weights, rows, num_rows, dpace)
+            loss, weight, hits, gradient = forward(hidden, head, labels, weights, rows, num_rows, dpace, best)
         else:
-            loss, weight, hits, gradient = _forward(hidden, head, labels, weights, rows, num_rows, dpace)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(weight, hits)
-        return loss, weight, hits
+            loss, weight, hits, gradient = _forward(hidden, head, labels, weights, rows, num_rows, dpace, best)
+        ctx.head = head
+        ctx.save_for_backward(gradient, best.logits, best.ids)
+        ctx.mark_non_differentiable(weight, hits, best.ids)
+        ctx.set_materialize_grads(False)
+        return loss, weight, hits, best.logits, best.ids
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        # The factor is rounded to the hidden rows' type; summed losses are differentiated with 1, which is exact.
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.to(gradient.dtype), None, None, None, None, None, None
+    def backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradient, logits, ids = ctx.saved_tensors
+        grad = backward_of_rows(ctx.head, gradient, Candidates(logits, ids), grad_loss, others[2])
+        return grad, None, None, None, None, None, None, None
+
+
+def empty_candidates(hidden: Tensor, num: int) -> Candidates:
+    """Room for the candidates of all rows."""
+    ids = torch.zeros(len(hidden), num, dtype=torch.int64, device=hidden.device)
+    return Candidates(torch.zeros(len(hidden), num, dtype=torch.float32, device=hidden.device), ids)
+
+
+def backward_of_rows(
+    head: Head, gradient: Tensor, best: Candidates, grad_loss: Tensor | None, grad_logits: Tensor | None
+) -> Tensor | None:
+    """Gradient of hidden rows: that made with the loss, times the loss's own, and what comes by the candidates.
+
+    Of a candidate's logit it is the head's row, so that few rows of the head are read for it and no logits made again.
+    """
+    # The factor is rounded to the hidden rows' type; summed losses are differentiated with 1, which is exact.
+    total = None if grad_loss is None else gradient * grad_loss.to(gradient.dtype)
+    if grad_logits is None or not best.ids.shape[1]:
+        return total
+    stored = head.stored_gradient(grad_logits, best.logits).to(head.weight.dtype)
+    through = F.embedding_bag(best.ids, head.weight, per_sample_weights=stored, mode="sum")
+    return through if total is None else total + through
 
 
 def _forward(
@@ -166,8 +245,9 @@ def _forward(
     rows: Tensor | None,
     num_rows: int,
     dpace: DPace | None,
+    best: Candidates,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, sum of weights, hits, and the gradient of the hidden rows."""
+    """Loss, sum of weights, hits, and the gradient of the hidden rows; fills in the candidates."""
     gradient = torch.zeros_like(hidden)
     hits = torch.zeros_like(labels, dtype=torch.bool)
     loss = hidden.new_zeros((), dtype=torch.float32)
@@ -179,6 +259,8 @@ def _forward(
         chunk = slice(start, min(start + per_chunk, num_rows))
         index = chunk if rows is None else rows[chunk]
         logits = head.logits(hidden[index])
+        if num_candidates := best.ids.shape[1]:
+            best.logits[index], best.ids[index] = logits.topk(num_candidates, dim=1)
         label, weight = labels[index, None], weights[index]
         top = logits.amax(dim=1, keepdim=True)
         exp = (logits - top).exp_()
@@ -194,9 +276,5 @@ def _forward(
         weight = weight[:, None]
         grad_logits = exp.mul_(weight / total)
         grad_logits.scatter_add_(1, label, -weight)
-        if head.softcap is not None:
-            grad_logits *= 1 - (logits / head.softcap) ** 2
-        if head.scale != 1.0:
-            grad_logits *= head.scale
-        gradient[index] = grad_logits.to(head.weight.dtype) @ head.weight
+        gradient[index] = head.stored_gradient(grad_logits, logits).to(head.weight.dtype) @ head.weight
     return loss, weight_sum, hits, gradient

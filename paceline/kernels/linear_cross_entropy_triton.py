@@ -12,7 +12,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]  # a part of torc
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from paceline.kernels.linear_cross_entropy import DPace, Head, chunk_rows
+from paceline.kernels.linear_cross_entropy import Candidates, DPace, Head, chunk_rows
 
 BLOCK = 8192
 """Logits of a row that are looked at together, by 16 warps; a prototype with 32 took 1.5 times as long."""
@@ -26,8 +26,12 @@ def forward(
     rows: Tensor | None,
     num_rows: int,
     dpace: DPace | None,
+    best: Candidates,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, sum of weights, hits, and the gradient of the hidden rows; arguments as `weighted_linear_cross_entropy`."""
+    """Loss, sum of weights, hits, and the gradient of the hidden rows; arguments as `weighted_linear_cross_entropy`.
+
+    Candidates are filled in, also of rows in the last chunk that do not count.
+    """
     num, width, vocab = len(hidden), hidden.shape[1], head.weight.shape[0]
     per_chunk = max(1, min(chunk_rows(dpace), num))
     gradient = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
@@ -41,6 +45,7 @@ def forward(
         gradient_buffer = torch.empty_like(x_buffer)
     if dpace is not None:
         statistics = torch.empty(4, per_chunk, dtype=torch.float32, device=hidden.device)
+    num_candidates = best.ids.shape[1]
     tile = min(BLOCK, triton.next_power_of_2(vocab))
     num_warps = max(1, min(16, tile // 512))
     options = {
@@ -55,6 +60,11 @@ def forward(
                 index, x, x_gradient = rows[start : start + size], x_buffer[:size], gradient_buffer[:size]
                 torch.index_select(hidden, 0, index, out=x)
             torch.mm(x, head.weight.T, out=logits[:size])
+            if num_candidates:
+                top, ids = logits[:size].topk(num_candidates, dim=1)
+                place = torch.arange(start, start + size, device=hidden.device) if index is None else index
+                best.logits.index_copy_(0, place, head.transformed(top.float()))
+                best.ids.index_copy_(0, place, ids)
             which = (rows, start, num_rows - start)
             if dpace is None:
                 _fused_kernel[(size,)](logits, labels, weights, *which, flags, losses, used, **options)

@@ -25,10 +25,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from paceline.config import default_gamma
 from paceline.dflash.anchors import Anchors
-from paceline.dflash.blocks import BlockTargets, block_labels, decay_weights
+from paceline.dflash.blocks import BlockTargets, block_labels, decay_weights, previous_tokens
 from paceline.errors import ConfigError, ModelError
 from paceline.kernels.attention import Visibility, attend_per_document
 from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, DPace, Head, weighted_linear_cross_entropy
+from paceline.kernels.linear_mixed_loss import Bias, Mix, MixedLosses, linear_mixed_loss
 from paceline.kernels.rms_norm import rms_norm
 from paceline.profiling import stages
 from paceline.records import FeatureBatch, TokenBatch
@@ -66,6 +67,38 @@ class BlockLoss(NamedTuple):
     loss: Tensor
     weight: Tensor
     hits: Tensor
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What the loss of a run is made of, beside the weights of the slots.
+
+    Attributes:
+        mix: Terms that every kind has.
+        dpace: Weights that follow the drafter's own confidence, in place of the decay.
+        selector, confidence: Factors of terms that only some kinds have.
+    """
+
+    mix: Mix = Mix()
+    dpace: DPace | None = None
+    selector: float = 1.0
+    confidence: float = 1.0
+
+
+PLAIN_TERMS = LossTerms()
+"""Cross-entropy alone."""
+
+
+class Proposal(NamedTuple):
+    """What blocks draft.
+
+    Attributes:
+        ids: int64 ``[R, J]``, the target's ids.
+        confidence: float32 ``[R, J]``, of kinds that have it: see `dflash.confidence`.
+    """
+
+    ids: Tensor
+    confidence: Tensor | None = None
 
 
 class Layout(Protocol):
@@ -292,6 +325,12 @@ class DFlashDrafter(nn.Module):
     """0: slot k predicts anchor + k; 1: anchor + k + 1."""
     supports_draft_vocab: ClassVar[bool] = True
     """Whether it can draft from a part of the target's vocabulary."""
+    default_mix: ClassVar[Mix] = Mix()
+    """Terms of the loss where the configuration leaves them to the kind."""
+    layer_class: ClassVar[type[DraftLayer]] = DraftLayer
+    own_modules: ClassVar[tuple[str, ...]] = ()
+    """Names of the modules that this kind adds; it starts their weights itself, so that the others start as they do
+    without."""
 
     @classmethod
     def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -299,6 +338,10 @@ class DFlashDrafter(nn.Module):
         if options:
             raise ConfigError(f"draft.options={options}: draft.kind=dflash has no options of its own")
         return {}
+
+    @classmethod
+    def check_shape(cls, shape: DraftShape) -> None:
+        """Raises: ConfigError if options and sizes do not go together."""
 
     @classmethod
     def default_gamma(cls, block_size: int) -> float:
@@ -310,7 +353,7 @@ class DFlashDrafter(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape)
         self.d2t: Tensor | None
@@ -357,6 +400,11 @@ class DFlashDrafter(nn.Module):
         return drafted if self.d2t is None else drafted + self.d2t.to(drafted.device)[drafted]
 
     @property
+    def has_confidence(self) -> bool:
+        """Whether its proposals say how sure it is."""
+        return False
+
+    @property
     def num_predicted(self) -> int:
         """J: tokens drafted by a block."""
         return self.shape.block_size - 1 + self.label_shift
@@ -374,7 +422,9 @@ class DFlashDrafter(nn.Module):
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.parameters():
+            for name, parameter in self.named_parameters():
+                if not set(name.split(".")).isdisjoint(self.own_modules):
+                    continue
                 if parameter.dim() > 1:
                     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
                 else:
@@ -465,7 +515,8 @@ class DFlashDrafter(nn.Module):
         labels, weights = self.labels_and_weights(tokens, anchors, gamma)
         if dpace:
             weights = (weights > 0).float()
-        return BlockTargets.of(self._to_draft(labels), weights, whole_blocks=dpace)
+        previous = previous_tokens(tokens.input_ids, anchors, self.num_predicted)
+        return BlockTargets.of(self._to_draft(labels), weights, whole_blocks=dpace, previous=previous)
 
     def loss(
         self,
@@ -474,31 +525,51 @@ class DFlashDrafter(nn.Module):
         targets: BlockTargets,
         anchors: Tensor,
         features: FeatureBatch,
-        dpace: DPace | None = None,
+        terms: LossTerms = PLAIN_TERMS,
     ) -> BlockLoss:
-        """Weighted cross-entropy against the data's tokens, over slots that count.
+        """Weighted losses over slots that count: cross-entropy against the data's tokens, and what `terms` adds.
 
         Args:
             hidden: ``[A, J, D]`` from `forward`.
             head: From `own_head`.
             targets: From `targets`, on the device of `hidden`.
-            anchors: int64 ``[A]`` row positions on the device; like `features` for kinds whose loss compares with the
-                target's own distribution; unused here.
-            dpace: Weights that follow the drafter's own confidence, in place of the decay.
-        Returns: sum of weight * nll and sum of weights (float32 scalars), and hits bool ``[A, J]``; False where a slot
+            anchors: int64 ``[A]`` row positions on the device.
+            features: Of the row; with the last hidden states where a term compares with the target's distribution,
+                which over a part of the vocabulary is the target's among those tokens.
+        Returns: sum of weight * loss and sum of weights (float32 scalars), and hits bool ``[A, J]``; False where a slot
             does not count.
         """
-        del anchors, features
-        loss, weight, hits = weighted_linear_cross_entropy(
-            hidden.flatten(0, 1).to(head.weight.dtype),
-            head,
-            targets.labels.flatten(),
-            targets.weights.flatten(),
-            targets.order,
-            targets.num_rows,
-            dpace,
-        )
-        return BlockLoss(loss, weight, hits.view(targets.labels.shape) & (targets.weights > 0))
+        rows, _ = self.row_losses(hidden, head, targets, anchors, features, terms)
+        return BlockLoss(rows.loss, rows.weight, rows.hits.view(targets.labels.shape) & (targets.weights > 0))
+
+    def row_losses(
+        self,
+        hidden: Tensor,
+        head: Head,
+        targets: BlockTargets,
+        anchors: Tensor,
+        features: FeatureBatch,
+        terms: LossTerms,
+        *,
+        bias: Bias | None = None,
+        num_candidates: int = 0,
+    ) -> MixedLosses:
+        """The terms that every kind has, by slot, ``[A*J]``; the overlap is empty unless the target is asked."""
+        flat = hidden.flatten(0, 1).to(head.weight.dtype)
+        rest = head, targets.labels.flatten(), targets.weights.flatten(), targets.order, targets.num_rows
+        if bias is None and not terms.mix.needs_target:
+            found = weighted_linear_cross_entropy(flat, *rest, terms.dpace, num_candidates)
+            if terms.mix.ce != 1.0:
+                found = found._replace(loss=found.loss * terms.mix.ce)
+            return MixedLosses(found, flat.new_empty(0))
+        assert features.last_hidden is not None
+        # column j predicts the token after the j-th one behind the anchor: there the target's state says which it is
+        rows = anchors[:, None] + torch.arange(self.num_predicted, device=anchors.device)
+        rows = rows.clamp(max=len(features.last_hidden) - 1).flatten()
+        return linear_mixed_loss(
+            flat, *rest, features.last_hidden, rows, terms.mix,
+            bias=bias, dpace=terms.dpace, num_candidates=num_candidates,
+        )  # fmt: skip
 
     def hits(self, hidden: Tensor, head: Head, labels: Tensor, valid: Tensor, anchor_ids: Tensor) -> Tensor:
         """Which drafted tokens would be the labels, given that those before them were; bool ``[A, J]`` on the host.
@@ -508,38 +579,36 @@ class DFlashDrafter(nn.Module):
             head: From `own_head`.
             labels: int64 ``[A, J]`` on the host, the target's ids.
             valid: bool ``[A, J]`` on the host; slots that do not count are no hits.
-            anchor_ids: int64 ``[A]``; tokens in slot 0, for kinds whose draft depends on the token before.
+            anchor_ids: int64 ``[A]`` on the host; tokens in slot 0.
         """
-        del anchor_ids
-        rows = hidden[valid.to(hidden.device)].to(head.weight.dtype)
-        per_chunk = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
-        best = [self._to_target(head.logits(chunk).argmax(-1)).cpu() for chunk in rows.split(per_chunk)]
+        previous = torch.cat([anchor_ids[:, None], labels[:, :-1]], dim=1)
+        blocks = valid.any(1).nonzero().flatten()
+        per_chunk = max(1, CHUNK_BYTES // (4 * head.weight.shape[0] * labels.shape[1]))
         hits = torch.zeros_like(valid)
-        hits[valid] = torch.cat(best) == labels[valid]
+        for chunk in blocks.split(per_chunk):
+            best = self.best_after(hidden[chunk.to(hidden.device)], head, previous[chunk].to(hidden.device))
+            hits[chunk] = (best.cpu() == labels[chunk]) & valid[chunk]
         return hits
 
-    def draft(self, hidden: Tensor, head: Head, anchor: int) -> list[int]:
-        """Drafted tokens of one block, greedily, as the target's ids.
+    def best_after(self, hidden: Tensor, head: Head, previous: Tensor) -> Tensor:
+        """Tokens that blocks would draft if those before each were given ones; the target's ids, int64 ``[R, J]``.
 
         Args:
-            hidden: ``[1, J, D]`` from `forward`.
+            hidden: ``[R, J, D]``.
             head: From `own_head`.
-            anchor: The token in slot 0; unused here, as every slot is drafted independently of the others.
+            previous: int64 ``[R, J]``, the token right before each; unused here, as every slot is drafted
+                independently of the others.
         """
-        return self.drafted_ids(hidden, head, torch.tensor(anchor, device=hidden.device)).tolist()
+        del previous
+        return self._to_target(head.logits(hidden.to(head.weight.dtype)).argmax(-1))
 
-    def drafted_ids(self, hidden: Tensor, head: Head, anchor: Tensor) -> Tensor:
-        """`draft` on the device, which the host does not wait for: int64 ``[J]``; `anchor` is an int64 scalar."""
-        del anchor
-        return self._to_target(head.logits(hidden[0].to(head.weight.dtype)).argmax(-1))
+    def propose(self, hidden: Tensor, head: Head, anchors: Tensor) -> Proposal:
+        """Drafted tokens of blocks, greedily; the host does not wait for the device.
 
-
-KINDS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter}
-"""Drafter classes by `draft.kind`."""
-
-
-def drafter_class(kind: str) -> type[DFlashDrafter]:
-    """The class behind `draft.kind`. Raises: ConfigError naming the kinds that exist."""
-    if kind not in KINDS:
-        raise ConfigError(f"draft.kind={kind!r} is no drafter kind; there is {', '.join(KINDS)}")
-    return KINDS[kind]
+        Args:
+            hidden: ``[R, J, D]`` from `forward`.
+            head: From `own_head`.
+            anchors: int64 ``[R]``, the tokens in slot 0; unused here.
+        """
+        del anchors
+        return Proposal(self._to_target(head.logits(hidden.to(head.weight.dtype)).argmax(-1)))

@@ -10,7 +10,8 @@ from paceline.config import Topology
 from paceline.kernels.attention import MAX_KEPT_SCORES
 from paceline.kernels.flex import why_not_flex
 from paceline.kernels.linear_cross_entropy import chunk_rows
-from paceline.models.draft import DraftShape, drafter_class
+from paceline.models.draft import DraftShape
+from paceline.models.kinds import drafter_class, needs_last_hidden
 from paceline.models.loading import TargetShape
 from paceline.plan.resolve import ResolvedRun
 
@@ -54,9 +55,9 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
     head_rows = (draft.draft_vocab_size or shape.vocab_size) * shape.hidden_size
     own_head = head_rows * draft_size if draft_size != target_size or head_rows != rows else 0
     parameters = count_parameters(draft)
-    needs_last_hidden = drafter_class(draft.kind).needs_last_hidden
+    delivers_last_hidden = needs_last_hidden(config)
     one_batch = batch_bytes(resolved)
-    num_layers = shape.num_layers if needs_last_hidden else draft.target_layer_ids[-1] + 1
+    num_layers = shape.num_layers if delivers_last_hidden else draft.target_layer_ids[-1] + 1
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(
         target_bytes=estimate_trunk_parameters(shape, num_layers) * (1 if config.target.fp8 else target_size),
@@ -71,9 +72,9 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
 def batch_bytes(resolved: ResolvedRun) -> int:
     """Features of a micro-batch."""
     target_size, draft_size = _sizes(resolved)
-    needs_last_hidden = drafter_class(resolved.draft.kind).needs_last_hidden
-    states = len(resolved.draft.target_layer_ids) + needs_last_hidden
-    size = target_size if needs_last_hidden else draft_size
+    delivers_last_hidden = needs_last_hidden(resolved.config)
+    states = len(resolved.draft.target_layer_ids) + delivers_last_hidden
+    size = target_size if delivers_last_hidden else draft_size
     return int(resolved.config.pipeline.tokens_per_batch) * states * resolved.draft.hidden_size * size
 
 

@@ -16,7 +16,8 @@ from paceline.data.chat import template_hash
 from paceline.data.dataset import Dataset, tokenizer_fingerprint
 from paceline.data.packing import PackedBatches
 from paceline.errors import ConfigError, DataError
-from paceline.models.draft import DraftShape, drafter_class
+from paceline.models.draft import DraftShape
+from paceline.models.kinds import drafter_class, loss_mix
 from paceline.models.loading import TargetShape, check_layer_ids, default_layer_ids
 
 TOKENS_PER_STEP = 98_304
@@ -140,6 +141,7 @@ def resolve(
             "draft": config.draft.model_copy(
                 update={
                     "dtype": _resolve_dtype(config.draft.dtype, on_gpu),
+                    "options": draft.options,
                     "mask_token_id": draft.mask_token_id,
                     "is_causal": draft.is_causal,
                     "num_attention_heads": draft.num_attention_heads,
@@ -148,7 +150,7 @@ def resolve(
                     "intermediate_size": draft.intermediate_size,
                 }
             ),
-            "loss": config.loss.model_copy(update={"gamma": _resolve_gamma(config, draft)}),
+            "loss": config.loss.model_copy(update={"gamma": _resolve_gamma(config, draft), **vars(loss_mix(config))}),
             "optim": config.optim.model_copy(update={"tokens_per_step": batches_per_step * tokens_per_batch}),
             "topology": config.topology.model_copy(
                 update={"layout": layout, "threads": _resolve_threads(config, layout)}
@@ -346,9 +348,10 @@ def _resolve_draft(config: RunConfig, shape: TargetShape, dataset: Dataset, toke
         types = (f"{types}_attention",) * draft.num_layers  # type: ignore[assignment]  # full or sliding
     rope = {key: value for key, value in shape.rope.items() if key not in ("partial_rotary_factor",)}
     rope = {key: value for key, value in rope.items() if not key.startswith("mrope")}  # text positions are plain ones
-    return DraftShape(
+    kind = drafter_class(draft.kind)
+    resolved = DraftShape(
         kind=draft.kind,
-        options=drafter_class(draft.kind).check_options(draft.options),
+        options=kind.check_options(draft.options),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size if draft.intermediate_size == "auto" else draft.intermediate_size,
         num_hidden_layers=draft.num_layers,
@@ -367,6 +370,8 @@ def _resolve_draft(config: RunConfig, shape: TargetShape, dataset: Dataset, toke
         is_causal=False if draft.is_causal == "auto" else draft.is_causal,
         sliding_window=draft.sliding_window if "sliding_attention" in types else None,
     )
+    kind.check_shape(resolved)
+    return resolved
 
 
 def _adopted(config: RunConfig, initial: Initial, shape: TargetShape) -> RunConfig:

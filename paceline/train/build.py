@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import RunConfig
-from paceline.models.draft import DFlashDrafter, DraftShape, drafter_class
+from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.kinds import drafter_class, loss_mix
 from paceline.models.target import Target
 from paceline.plan.resolve import ResolvedRun
 from paceline.train.group import Group
@@ -59,6 +60,7 @@ def new_step(recipe: Recipe, drafter: DFlashDrafter, target: Target, group: Grou
         num_anchors=recipe.num_anchors,
         stratify_anchors=config.anchors.stratify,
         loss=config.loss,
+        mix=loss_mix(config),
         seed=config.run.seed,
         total_steps=recipe.total_steps,
         batches_per_step=recipe.batches_per_step,

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.files import is_running, remove, sha256, swap, sync
-from paceline.models.draft import DFlashDrafter, DraftShape, drafter_class
+from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.kinds import drafter_class
 from paceline.train.optim import MasterAdamW
 from paceline.train.tensor_file import Written, read_tensors, write_pieces, write_tensors
 

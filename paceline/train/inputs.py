@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.dflash.anchors import Anchors, batch_generator, sample_anchors
-from paceline.dflash.blocks import BlockTargets, block_positions, make_noise_blocks, tokens_left
+from paceline.dflash.blocks import BlockTargets, block_positions, make_noise_blocks, previous_tokens, tokens_left
 from paceline.models.draft import DFlashDrafter
 from paceline.records import TokenBatch
 
@@ -28,7 +28,7 @@ class BlockInputs:
         noise_ids: int64 ``[A, K]`` input tokens.
         positions: int64 ``[A, K]`` inside the document.
         context_positions: int64 ``[S]`` inside the document.
-        labels, weights, order: Of `BlockTargets`.
+        labels, weights, order, previous: Of `BlockTargets`.
         left: int64 ``[A]``; tokens that could be committed, one more than the block predicts at most.
     """
 
@@ -40,11 +40,12 @@ class BlockInputs:
     labels: Tensor
     weights: Tensor
     order: Tensor
+    previous: Tensor
     left: Tensor
 
     def targets(self, num_rows: int) -> BlockTargets:
         """What the loss wants of them."""
-        return BlockTargets(self.labels, self.weights, self.order, num_rows)
+        return BlockTargets(self.labels, self.weights, self.order, num_rows, self.previous)
 
 
 def draw_blocks(
@@ -76,6 +77,7 @@ def draw_blocks(
         labels=targets.labels,
         weights=targets.weights,
         order=targets.order,
+        previous=previous_tokens(tokens.input_ids, anchors, drafter.num_predicted),
         left=tokens_left(tokens.loss_mask, tokens.document_ids, anchors, drafter.num_predicted + 1),
     )
     return anchors, inputs, targets.num_rows

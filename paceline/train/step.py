@@ -24,7 +24,8 @@ from paceline.kernels.flash4 import load as load_flash4
 from paceline.kernels.flex import BlockMasks, attend_flex, why_not_flex
 from paceline.kernels.graphs import GraphRunner
 from paceline.kernels.linear_cross_entropy import DPace, Head, chunk_rows
-from paceline.models.draft import Attend, Call, DFlashDrafter, Layout, call
+from paceline.kernels.linear_mixed_loss import Mix
+from paceline.models.draft import Attend, Call, DFlashDrafter, Layout, LossTerms, call
 from paceline.profiling import stages
 from paceline.records import FeatureBatch, StepResult, StepSums
 from paceline.train.group import Group
@@ -80,6 +81,7 @@ class TrainStep:
         num_anchors: A, anchor slots of a micro-batch.
         stratify_anchors: `anchors.stratify`.
         loss: Its `gamma` is a number.
+        mix: Terms of the loss, from `models.kinds.loss_mix`; None: those of the kind.
         seed: The run's seed; with the batch number it keys the anchors.
         total_steps: Steps that the learning-rate schedule spans.
         batches_per_step: G, micro-batches of a step.
@@ -104,6 +106,7 @@ class TrainStep:
         num_anchors: int,
         stratify_anchors: bool = False,
         loss: Loss,
+        mix: Mix | None = None,
         seed: int,
         total_steps: int,
         batches_per_step: int = 1,
@@ -121,7 +124,8 @@ class TrainStep:
         self.num_anchors = num_anchors
         self.stratify_anchors = stratify_anchors
         self.gamma = float(loss.gamma)
-        self.dpace = DPace(drafter.num_predicted) if loss.kind == "dpace" else None
+        dpace = DPace(drafter.num_predicted) if loss.kind == "dpace" else None
+        self.terms = LossTerms(mix or drafter.default_mix, dpace, loss.selector, loss.confidence)
         self.seed = seed
         self.total_steps = total_steps
         self.dtype = dtype
@@ -187,7 +191,7 @@ class TrainStep:
                 num_anchors=self.num_anchors,
                 stratify=self.stratify_anchors,
                 gamma=self.gamma,
-                dpace=self.dpace is not None,
+                dpace=self.terms.dpace is not None,
                 seed=self.seed,
             )
         sums = StepSums(num_rows=num_rows, blocks=anchors.num_kept, tokens=tokens.num_tokens, batches=1)
@@ -199,7 +203,7 @@ class TrainStep:
         if self._is_static:
             with stages.PACK_HIDDEN:
                 self._keep(features)
-            self._run_batch(-(-num_rows // chunk_rows(self.dpace)))
+            self._run_batch(-(-num_rows // chunk_rows(self.terms.dpace)))
             if not self._run_batch.needs_fixed_inputs:
                 self._features = None  # else a batch would stay while the next one is made
         else:
@@ -299,7 +303,7 @@ class TrainStep:
             )
         with stages.CREATE_BLOCK_MASK:
             self._masks.update(inputs.anchors, inputs.starts)
-        num_rows = min(num_chunks * chunk_rows(self.dpace), inputs.labels.numel())
+        num_rows = min(num_chunks * chunk_rows(self.terms.dpace), inputs.labels.numel())
         attend = attend_flash4 if flash4 else attend_flex
         self._forward_backward(inputs, num_rows, self._features, self._masks, attend)
 
@@ -318,7 +322,7 @@ class TrainStep:
                 )
             with stages.CHUNKED_LOSS:
                 loss, weight, hits = drafter.loss(
-                    hidden, self.head, inputs.targets(num_rows), inputs.anchors, features, self.dpace
+                    hidden, self.head, inputs.targets(num_rows), inputs.anchors, features, self.terms
                 )
         with stages.BACKWARD:
             loss.backward()

@@ -11,7 +11,7 @@ import torch
 from paceline.config import RunConfig
 from paceline.errors import ModelError
 from paceline.files import default_cache_dir
-from paceline.models.draft import drafter_class
+from paceline.models.kinds import needs_last_hidden
 from paceline.models.states import tap_differences
 from paceline.models.target import Target
 
@@ -40,7 +40,7 @@ def load_target(config: RunConfig) -> Target:
         dtype=getattr(torch, config.target.dtype),
         device=config.run.device,
         packing=config.target.packing,
-        needs_last_hidden=drafter_class(config.draft.kind).needs_last_hidden,
+        needs_last_hidden=needs_last_hidden(config),
         feature_dtype=getattr(torch, config.draft.dtype),
         revision=config.target.revision,
         trust_remote_code=config.target.trust_remote_code,

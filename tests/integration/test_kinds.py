@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline.eval.decode import CachedTarget, plain_decode, speculative_decode
-from paceline.models import draft
-from paceline.models.draft import BlockLoss, DFlashDrafter, DraftShape
+from paceline.models import kinds
+from paceline.models.draft import PLAIN_TERMS, BlockLoss, DFlashDrafter, DraftShape
 from paceline.train.checkpoint import load_drafter
 from tests.toy import Toy, train
 
@@ -34,15 +34,15 @@ class ShiftedDrafter(DFlashDrafter):
     def default_gamma(cls, block_size: int) -> float:
         return 1.5
 
-    def loss(self, hidden, head, targets, anchors, features, dpace=None) -> BlockLoss:
+    def loss(self, hidden, head, targets, anchors, features, terms=PLAIN_TERMS) -> BlockLoss:
         assert features.last_hidden is not None and features.last_hidden.abs().sum() > 0
-        result = super().loss(hidden, head, targets, anchors, features, dpace)
+        result = super().loss(hidden, head, targets, anchors, features, terms)
         return result._replace(loss=result.loss + 1e-3 * (self.previous - 1).square().sum())
 
 
 @pytest.fixture(autouse=True)
 def _register(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(draft.KINDS, "shifted", ShiftedDrafter)
+    monkeypatch.setitem(kinds.KINDS, "shifted", ShiftedDrafter)
 
 
 def test_a_kind_is_a_class(toy: Toy, tmp_path: Path) -> None:

@@ -209,7 +209,8 @@ def test_top_and_status_look_at_a_live_run(training: Run) -> None:
     assert (state["state"], state["pid"], state["queue"]["depth"]) == ("running", training.process.pid, 4)
     assert state["step"] > 20 and state["tok_per_s"] > 0 and 0 <= state["get_wait_frac"] <= 1
     assert state["verdict"]["line"] and state["left_s"] > 0
-    assert {thread["role"] for thread in state["threads"]} == {"target-0", "target-1", "drafter-0"}
+    roles = {thread["role"] for thread in state["threads"]}
+    assert roles - {"checkpoint"} == {"target-0", "target-1", "drafter-0"}  # a save may be under way
     shown = command("status", training.path)[1]
     assert f"running     process {training.process.pid} on " in shown and "verdict     " in shown
 

@@ -86,7 +86,7 @@ def drafts(drafter: DFlashDrafter, target: Target) -> list[list[int]]:
             drafter.context_kv(feature, torch.arange(num_context)),
             BlockLayout.of_decode(num_context, 4),
         )
-        found.append(drafter.draft(hidden, head, 7))
+        found.append(drafter.propose(hidden, head, torch.tensor([7])).ids[0].tolist())
     return found
 
 
@@ -201,13 +201,14 @@ def test_decoding_goes_the_same_way(
     target: Target, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode loop drafts the same blocks and takes the same rounds before the export and after it."""
-    draft, drafted = DFlashDrafter.draft, []
+    propose, drafted = DFlashDrafter.propose, []
 
-    def recorded(*args: Any) -> list[int]:
-        drafted.append(draft(*args))
-        return drafted[-1]
+    def recorded(*args: Any) -> Any:
+        proposal = propose(*args)
+        drafted.append(proposal.ids[0].tolist())
+        return proposal
 
-    monkeypatch.setattr(DFlashDrafter, "draft", recorded)
+    monkeypatch.setattr(DFlashDrafter, "propose", recorded)
     trained = drafter_of(torch.arange(0, 272, 2))
     loaded = load_speculators(export_speculators(trained, target, NAME, tmp_path / "out", torch.float32))
     cached = CachedTarget.load(str(target_folder), trained.shape.target_layer_ids)

@@ -58,7 +58,7 @@ def test_a_large_head_in_bfloat16(
     head = Head(head.weight, softcap)
     weights = weights if dpace is None else (weights > 0.2).float()
     x = hidden.clone().requires_grad_()
-    loss, weight, hits = weighted_linear_cross_entropy(x, head, labels, weights, rows, NUM_ROWS, dpace)
+    loss, weight, hits, _ = weighted_linear_cross_entropy(x, head, labels, weights, rows, NUM_ROWS, dpace)
     loss.backward()
     taken, rest = rows[:NUM_ROWS], rows[NUM_ROWS:]
     wide = hidden[taken].float().requires_grad_()
@@ -121,7 +121,7 @@ def test_steady_state_is_free_of_waits_and_allocations(
     x = hidden.clone().requires_grad_()
 
     def call() -> tuple[Tensor, ...]:
-        loss, weight, hits = weighted_linear_cross_entropy(x, head, labels, weights, rows, NUM_ROWS, dpace)
+        loss, weight, hits, _ = weighted_linear_cross_entropy(x, head, labels, weights, rows, NUM_ROWS, dpace)
         return loss.detach(), weight, hits, *torch.autograd.grad(loss, x)
 
     first = call()
@@ -154,7 +154,7 @@ def test_the_loss_in_a_graph(dpace: DPace | None) -> None:
     x = hidden.clone().requires_grad_()
 
     def call() -> tuple[Tensor, ...]:
-        loss, weight_sum, hits = weighted_linear_cross_entropy(x, head, labels, weights, rows, 2160, dpace)
+        loss, weight_sum, hits, _ = weighted_linear_cross_entropy(x, head, labels, weights, rows, 2160, dpace)
         return loss.detach(), weight_sum, hits, *torch.autograd.grad(loss, x)
 
     stream = torch.cuda.Stream()

@@ -110,7 +110,7 @@ def test_rows_with_large_or_equal_logits() -> None:
     """Logits of several hundred do not overflow, and labels that share the best logit are hits."""
     weight, labels = torch.eye(4) * 500, torch.tensor([1, 0])
     x = torch.eye(4)[:2].clone().requires_grad_()
-    loss, _, hits = weighted_linear_cross_entropy(x, Head(weight), labels, torch.ones(2))
+    loss, _, hits, _ = weighted_linear_cross_entropy(x, Head(weight), labels, torch.ones(2))
     loss.backward()
     assert loss.item() == pytest.approx(1000.0) and hits.tolist() == [False, False]
     assert x.grad is not None and x.grad.isfinite().all()

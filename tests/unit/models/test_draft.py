@@ -13,8 +13,9 @@ from paceline.dflash.anchors import Anchors, batch_generator, make_anchors, samp
 from paceline.dflash.blocks import BlockTargets, block_labels, block_positions, decay_weights, make_noise_blocks
 from paceline.kernels.attention import BlockLayout, attend_dense, attend_per_document
 from paceline.kernels.linear_cross_entropy import Head
-from paceline.models.draft import DFlashDrafter, RMSNorm, Rotary, drafter_class
+from paceline.models.draft import DFlashDrafter, RMSNorm, Rotary
 from paceline.models.draft import rotate as rotate_tensor
+from paceline.models.kinds import drafter_class
 from paceline.records import FeatureBatch, TokenBatch
 from tests import oracles, tiny
 
@@ -373,7 +374,7 @@ def test_draft_is_the_argmax_of_every_slot() -> None:
     model = tiny.drafter()
     head = Head(table(), softcap=5.0, scale=0.5)
     hidden = head.weight[[7, 200, 31]][None] * 0.1
-    assert model.draft(hidden, head, anchor=3) == [7, 200, 31]
+    assert model.propose(hidden, head, torch.tensor([3])).ids[0].tolist() == [7, 200, 31]
 
 
 def test_kinds_by_name() -> None:

@@ -95,7 +95,7 @@ def test_hits_and_drafts_speak_the_targets_ids() -> None:
     drafter, head = short_drafter(), full_head()
     hidden, own = hidden_rows(), drafter.own_head(head)
     best = TOKEN_IDS[(hidden @ head.weight[TOKEN_IDS].T).argmax(-1)]
-    assert drafter.draft(hidden[:1], own, anchor=9) == best[0].tolist()
+    assert drafter.propose(hidden[:1], own, torch.tensor([9])).ids[0].tolist() == best[0].tolist()
     valid = torch.ones(40, 3, dtype=torch.bool)
     assert drafter.hits(hidden, own, best, valid, best[:, 0]).all()
     missing = torch.full_like(best, 100)

@@ -174,12 +174,12 @@ def test_dpace_weighs_slots_by_confidence(target: Target) -> None:
     inner = step.drafter.loss
     step.drafter.loss = lambda *args: seen.append(args) or inner(*args)  # type: ignore[method-assign,func-returns-value]
     _, result = result_of(step, features)
-    hidden, head, targets, _, _, dpace = seen[0]
+    hidden, head, targets, _, _, terms = seen[0]
     logits = head.logits(hidden.detach())
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.labels.flatten(), reduction="none").view(
         -1, 3
     )
-    weights = oracles.dpace_weights(nll.tolist(), (targets.weights > 0).tolist(), dpace.floor)
+    weights = oracles.dpace_weights(nll.tolist(), (targets.weights > 0).tolist(), terms.dpace.floor)
     weights = torch.tensor(weights)
     assert result.loss == pytest.approx(float((weights * nll).sum() / weights.sum()), rel=1e-5)
     assert weights[:, 0].std() > 0

@@ -1,0 +1,220 @@
+"""Losses of a frozen output head that look at the target's whole distribution, chunk by chunk, as cross-entropy is.
+
+    ce * nll(label) + kl * KL(target || drafter) + l1 * sum over tokens |drafter - target|
+
+The target's distribution is made again from its last hidden state, for the rows of a chunk alone. A bias of low rank
+may be added to the drafter's logits, whose factors learn as well. Gradients are made in the forward pass. What is done
+to a chunk is plain tensor code; on CUDA it is compiled, a few passes over the chunk's logits.
+Shape letters: T rows, V vocabulary, D hidden, E rank of the bias, S positions of the target, C candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.compiled import run_compiled
+from paceline.kernels.linear_cross_entropy import (
+    CHUNK_BYTES,
+    Candidates,
+    DPace,
+    Head,
+    RowLosses,
+    backward_of_rows,
+    chunk_rows,
+    empty_candidates,
+    stored_gradient,
+    transformed,
+)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Factors of the terms; all are of a row's distribution at temperature 1. `l1` is not halved: L1 is twice the total
+    variation."""
+
+    ce: float = 1.0
+    kl: float = 0.0
+    l1: float = 0.0
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether a term compares with the target's distribution."""
+        return self.kl != 0.0 or self.l1 != 0.0
+
+
+class Bias(NamedTuple):
+    """A bias of low rank on the drafter's logits, ``rows @ table.T``; both differentiable.
+
+    Attributes:
+        rows: ``[T, E]``.
+        table: ``[V, E]``, in the same type.
+    """
+
+    rows: Tensor
+    table: Tensor
+
+
+class MixedLosses(NamedTuple):
+    """Attributes:
+    rows: As of cross-entropy.
+    overlap: float32 ``[T]``, 1 - L1 / 2: the chance that a token drawn by the drafter is accepted. No gradient; 0 in
+        rows that did not reach the head.
+    """
+
+    rows: RowLosses
+    overlap: Tensor
+
+
+def linear_mixed_loss(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    weights: Tensor,
+    rows: Tensor | None,
+    num_rows: int,
+    target_hidden: Tensor,
+    target_rows: Tensor,
+    mix: Mix,
+    *,
+    bias: Bias | None = None,
+    dpace: DPace | None = None,
+    num_candidates: int = 0,
+) -> MixedLosses:
+    """Sum of ``weights`` times the mixed loss over the rows that count.
+
+    Args:
+        hidden, head, labels, weights, rows, num_rows, dpace, num_candidates: As of `weighted_linear_cross_entropy`;
+            D-PACE's weights follow the cross-entropy.
+        target_hidden: ``[S, D]``, the target's last hidden states, after its final norm; no gradient.
+        target_rows: int64 ``[T]``, where in them the target's word on a row stands.
+        bias: Added to the drafter's logits behind scale and cap.
+    """
+    loss, weight, hits, overlap, logits, ids = _LinearMixedLoss.apply(
+        hidden, head, labels, weights, rows, num_rows, target_hidden, target_rows, mix,
+        *(bias or (None, None)), dpace, num_candidates,
+    )  # fmt: skip
+    found = Candidates(logits, ids) if num_candidates else None
+    return MixedLosses(RowLosses(loss, weight, hits, found), overlap)
+
+
+class _LinearMixedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        labels: Tensor,
+        weights: Tensor,
+        rows: Tensor | None,
+        num_rows: int,
+        target_hidden: Tensor,
+        target_rows: Tensor,
+        mix: Mix,
+        bias_rows: Tensor | None,
+        bias_table: Tensor | None,
+        dpace: DPace | None,
+        num_candidates: int,
+    ) -> tuple[Tensor, ...]:
+        gradient = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        best = empty_candidates(hidden, num_candidates)
+        hits = torch.zeros_like(labels, dtype=torch.bool)
+        overlap = torch.zeros(len(hidden), device=hidden.device)
+        loss, weight_sum = (torch.zeros((), device=hidden.device) for _ in range(2))
+        grad_bias_rows = None if bias_rows is None else torch.zeros_like(bias_rows)
+        grad_table = None if bias_table is None else torch.zeros_like(bias_table, dtype=torch.float32)
+        body = _run_compiled_body if hidden.is_cuda else _rows_of_chunk
+        if hidden.is_cuda:
+            per_chunk = chunk_rows(dpace)
+        else:
+            per_chunk = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
+            if dpace is not None:
+                per_chunk = max(1, per_chunk // dpace.block) * dpace.block
+        for start in range(0, num_rows, per_chunk):
+            chunk = slice(start, min(start + per_chunk, num_rows))
+            index = chunk if rows is None else rows[chunk]
+            products = hidden[index] @ head.weight.T
+            target = target_hidden[target_rows[index]].to(head.weight.dtype) @ head.weight.T
+            added = None if bias_rows is None or bias_table is None else bias_rows[index] @ bias_table.T
+            found = body(products, target, added, labels[index], weights[index], head.scale, head.softcap, mix, dpace)
+            chunk_loss, weight, hits[index], overlap[index], grad_products, grad_added = found
+            if num_candidates:
+                logits = head.transformed(products.float())
+                best.logits[index], best.ids[index] = logits.topk(num_candidates, dim=1)
+            loss += chunk_loss
+            weight_sum += weight
+            gradient[index] = grad_products @ head.weight
+            if bias_rows is not None and bias_table is not None:
+                assert grad_bias_rows is not None and grad_table is not None
+                grad_bias_rows[index] = grad_added @ bias_table
+                grad_table += (grad_added.T @ bias_rows[index]).float()
+        ctx.head = head
+        saved = [gradient, best.logits, best.ids]
+        ctx.has_bias = bias_table is not None
+        if grad_bias_rows is not None and grad_table is not None and bias_table is not None:
+            saved += [grad_bias_rows, grad_table.to(bias_table.dtype)]
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(weight_sum, hits, overlap, best.ids)
+        ctx.set_materialize_grads(False)
+        return loss, weight_sum, hits, overlap, best.logits, best.ids
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradient, logits, ids, *of_bias = ctx.saved_tensors
+        grad = backward_of_rows(ctx.head, gradient, Candidates(logits, ids), grad_loss, others[3])
+        grads_of_bias = [None if grad_loss is None else each * grad_loss.to(each.dtype) for each in of_bias]
+        return (grad, *[None] * 8, *(grads_of_bias or (None, None)), None, None)
+
+
+def _run_compiled_body(*args: Any) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = run_compiled(_rows_of_chunk, *args)
+    return found
+
+
+def _rows_of_chunk(
+    products: Tensor,
+    target: Tensor,
+    added: Tensor | None,
+    labels: Tensor,
+    weights: Tensor,
+    scale: float,
+    softcap: float | None,
+    mix: Mix,
+    dpace: DPace | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Losses of a chunk's rows and the gradients of its logits.
+
+    Args:
+        products, target: ``[n, V]``, bare products of the head with the drafter's and the target's hidden rows.
+        added: ``[n, V]``, the bias.
+    Returns: sum of the loss, sum of the weights, hits ``[n]``, overlap ``[n]``, and the gradients of `products` and of
+        `added`, in their type. A row of weight 0 leaves no trace, whatever its logits are.
+    """
+    own = transformed(products.float(), scale, softcap)
+    logits = own if added is None else own + added.float()
+    log_p = logits.log_softmax(1)
+    log_t = transformed(target.float(), scale, softcap).log_softmax(1)
+    p, t = log_p.exp(), log_t.exp()
+    sign = (p - t).sign()
+    distance = (p - t).abs().sum(1)
+    at_label = log_p.gather(1, labels[:, None])
+    nll = -at_label[:, 0]
+    counts = weights != 0
+    if dpace is not None:
+        weights = weights * dpace.weights(nll, counts)
+    row_loss = mix.ce * nll + mix.kl * (t * (log_t - log_p)).sum(1) + mix.l1 * distance
+    gradient = (mix.ce + mix.kl) * p - mix.kl * t + mix.l1 * p * (sign - (sign * p).sum(1, keepdim=True))
+    is_label = torch.arange(p.shape[1], device=p.device) == labels[:, None]
+    gradient = torch.where(is_label, gradient - mix.ce, gradient) * weights[:, None]
+    gradient = torch.where(counts[:, None], gradient, 0.0)
+    return (
+        torch.where(counts, weights * row_loss, 0.0).sum(),
+        weights.sum(),
+        (at_label >= log_p.amax(1, keepdim=True))[:, 0],
+        torch.where(counts, 1 - distance / 2, 0.0),
+        stored_gradient(gradient, own, scale, softcap).to(products.dtype),
+        gradient.to(products.dtype),
+    )
