@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.kinds import drafter_class
 from paceline.models.loading import quiet_transformers
 from paceline.models.target import Target
 from paceline.records import TokenBatch
@@ -146,9 +147,28 @@ def draft_shape(**changes: Any) -> DraftShape:
     return DraftShape(**(fields | changes))
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6},
+    "dspark": {
+        "markov_rank": 5,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+}
+"""Small options of each drafter kind."""
+
+
+def shape_of_kind(kind: str, options: dict[str, Any] | None = None, **changes: Any) -> DraftShape:
+    """Shape of a tiny drafter of a kind."""
+    return draft_shape(kind=kind, options=OPTIONS[kind] | (options or {}), **changes)
+
+
 def drafter(shape: DraftShape | None = None, seed: int = 0) -> DFlashDrafter:
     """A tiny drafter with large random weights, norms included, so that every term matters."""
-    model = DFlashDrafter(shape or draft_shape())
+    shape = shape or draft_shape()
+    model = drafter_class(shape.kind)(shape)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -110,6 +110,22 @@ def independent_drafter(model: DFlashDrafter, tokens: TokenBatch, anchor: int, f
     def normed_rotated(name: str, x: list[float], position: int) -> list[list[float]]:
         return [rotate(norm(name, head), position, frequencies, scale) for head in heads(x)]
 
+    def convolved(name: str, side: int, rows: list[list[float]], inputs: list[list[float]]) -> list[list[float]]:
+        """Rows of a block behind a DFlash2 convolution whose weights come from `inputs`; as they are without one."""
+        if f"{name}.base_kernel" not in w:
+            return rows
+        base, width = w[f"{name}.base_kernel"][side], len(rows[0])
+        num_taps, group = len(base), shape.options["conv_group_size"]
+        num_groups, out = width // group, []
+        for i, given in enumerate(inputs):
+            delta = linear(f"{name}.kernel_projection", given)[side * num_taps * num_groups :]
+            taps = range(min(num_taps, i + 1))
+            out.append([
+                sum((float(base[t, c]) + delta[t * num_groups + c // group]) * rows[i - t][c] for t in taps)
+                for c in range(width)
+            ])  # fmt: skip
+        return out
+
     fused = [norm("hidden_norm", linear("fc", feature[j].double().tolist())) for j in range(len(docs))]
     ids = [int(tokens.input_ids[anchor])] + [shape.mask_token_id] * (shape.block_size - 1)
     x = [table()[i].double().tolist() for i in ids]
@@ -117,7 +133,8 @@ def independent_drafter(model: DFlashDrafter, tokens: TokenBatch, anchor: int, f
         layer = f"layers.{i}."
         attn = layer + "self_attn."
         window = shape.sliding_window if shape.layer_types[i] == "sliding_attention" else None
-        y = [norm(layer + "input_layernorm", row) for row in x]
+        given = [norm(layer + "input_layernorm", row) for row in x]
+        y = convolved(layer + "attention_conv", 0, given, given)
         sources = [(h, j - start) for j, h in enumerate(fused)]  # context first, then the block
         sources += [(row, anchor - start + k) for k, row in enumerate(y)]
         key = [normed_rotated(attn + "k_norm", linear(attn + "k_proj", s), max(p, 0)) for s, p in sources]
@@ -125,13 +142,18 @@ def independent_drafter(model: DFlashDrafter, tokens: TokenBatch, anchor: int, f
         query = [normed_rotated(attn + "q_norm", linear(attn + "q_proj", y[k]), anchor - start + k)
                  for k in range(shape.block_size)]  # fmt: skip
         mask = oracles.dense_mask([anchor], docs, shape.block_size, shape.is_causal, window)
-        for k, attended in enumerate(oracles.attention(query, key, value, mask)):
-            mixed = linear(attn + "o_proj", [v for head in attended for v in head])
-            x[k] = [a + b for a, b in zip(x[k], mixed, strict=True)]
-            z = norm(layer + "post_attention_layernorm", x[k])
+        attended = oracles.attention(query, key, value, mask)
+        mixed = [linear(attn + "o_proj", [v for head in slot for v in head]) for slot in attended]
+        mixed = convolved(layer + "attention_conv", 1, mixed, given)
+        x = [[a + b for a, b in zip(row, more, strict=True)] for row, more in zip(x, mixed, strict=True)]
+        given = [norm(layer + "post_attention_layernorm", row) for row in x]
+        out = []
+        for z in convolved(layer + "mlp_conv", 0, given, given):
             gate, up = linear(layer + "mlp.gate_proj", z), linear(layer + "mlp.up_proj", z)
             swiglu = [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
-            x[k] = [a + b for a, b in zip(x[k], linear(layer + "mlp.down_proj", swiglu), strict=True)]
+            out.append(linear(layer + "mlp.down_proj", swiglu))
+        out = convolved(layer + "mlp_conv", 1, out, given)
+        x = [[a + b for a, b in zip(row, more, strict=True)] for row, more in zip(x, out, strict=True)]
     return [norm("norm", row) for row in x]
 
 
