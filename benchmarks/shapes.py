@@ -18,6 +18,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.kinds import drafter_class
 from paceline.models.loading import TargetShape, quiet_transformers, shape_of
 
 
@@ -269,7 +270,7 @@ def draft_shape(
 def random_drafter(shape: DraftShape, device: torch.device | str, seed: int = 0) -> DFlashDrafter:
     """A float32 drafter with random weights, made on the device: `DFlashDrafter.initialise` draws on the host."""
     with torch.device(device), no_init_weights():
-        drafter = DFlashDrafter(shape)
+        drafter = drafter_class(shape.kind)(shape)
     _fill(drafter, torch.Generator(device).manual_seed(seed))
     return drafter
 

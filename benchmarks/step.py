@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import platform
 import re
 import subprocess
@@ -41,6 +42,7 @@ from benchmarks.peers import versions as peer_versions  # noqa: E402
 from paceline import __version__  # noqa: E402
 from paceline.config import Kernels, Loss, Optim  # noqa: E402
 from paceline.models.draft import DraftShape  # noqa: E402
+from paceline.models.kinds import drafter_class  # noqa: E402
 from paceline.models.loading import default_layer_ids  # noqa: E402
 from paceline.models.target import Target  # noqa: E402
 from paceline.records import TokenBatch  # noqa: E402
@@ -73,11 +75,12 @@ class Case:
     num_layers: int = 5
     batches_per_step: int = 1
     fp8: bool = False
+    kind: str = "dflash"
 
     @property
     def num_anchors(self) -> int:
         """A: one for every six tokens, in whole tiles of 128 rows."""
-        tile = 128 // self.block_size if self.block_size < 128 else 1
+        tile = 128 // math.gcd(self.block_size, 128)
         return max(tile, self.tokens // 6 // tile * tile)
 
 
@@ -94,12 +97,18 @@ CASES = [
     replace(WORK_UNIT, name="qwen3-8b-chat-flash4", lengths="chat", kernels=FLASH4),
     replace(WORK_UNIT, name="qwen3-8b-fp8", fp8=True),
     replace(WORK_UNIT, name="qwen3-8b-fp8-flash4", fp8=True, kernels=FLASH4),
+    replace(WORK_UNIT, name="qwen3-8b-dflash2", kind="dflash2"),
+    replace(WORK_UNIT, name="qwen3-8b-dspark", kind="dspark", block_size=15),  # as many drafted tokens
     SMALL,
+    replace(SMALL, name="smollm2-135m-dflash2", kind="dflash2"),
+    replace(SMALL, name="smollm2-135m-dspark", kind="dspark", block_size=15),
     replace(SMALL, name="smollm2-135m-flash4", kernels=FLASH4),
     replace(SMALL, name="smollm2-135m-launched", kernels=Kernels(cuda_graphs="off")),
     replace(SMALL, name="smollm2-135m-eager", kernels=EAGER),
     Case("qwen3-0.6b", "qwen3-0.6b", 12_288, 3072),
     Case("tiny", "tiny", 512, 128, "uniform"),
+    Case("tiny-dflash2", "tiny", 512, 128, "uniform", kind="dflash2"),
+    Case("tiny-dspark", "tiny", 512, 128, "uniform", kind="dspark", block_size=15),
 ]
 
 
@@ -141,12 +150,15 @@ class Bench:
         self.layer_ids = default_layer_ids(self.target_shape.num_layers)
         on_gpu = device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        model = shapes.random_target(config, device, dtype, num_layers=self.layer_ids[-1] + 1)
+        kind = drafter_class(case.kind)
+        num_layers = None if kind.needs_last_hidden else self.layer_ids[-1] + 1
+        model = shapes.random_target(config, device, dtype, num_layers=num_layers)
         weights_s = time.perf_counter() - STARTED
         self.target = Target(
             model,
             self.target_shape,
             self.layer_ids,
+            needs_last_hidden=kind.needs_last_hidden,
             kernels=case.kernels,
             row_length=case.tokens,
             fp8=case.fp8,
@@ -156,6 +168,8 @@ class Bench:
         self.draft_shape = replace(
             shapes.draft_shape(self.target_shape, self.layer_ids, num_layers=case.num_layers),
             block_size=case.block_size,
+            kind=case.kind,
+            options=kind.check_options({}),
         )
         self.trainer = TrainStep(
             shapes.random_drafter(self.draft_shape, device),
@@ -195,12 +209,14 @@ class Bench:
 
 def useful_flop(case: Case, draft: DraftShape, counts: dict[str, float]) -> float:
     """Floating-point operations of a step's matrix products, attention apart, as they are done: less than the method's
-    own count by what the first and the last draft layer leave out, and by slots that do not reach the head."""
+    own count by what the first and the last draft layer leave out, and by slots that do not reach the head. What
+    DFlash2 and DSpark add to it is not counted, so that shares of kinds compare as times do."""
     d, i = draft.hidden_size, draft.intermediate_size
     q, kv = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
     anchors = case.num_anchors * case.batches_per_step
     slots, lengths = anchors * draft.block_size, [int(counts["tokens"])]
-    num_layers = draft.target_layer_ids[-1] + 1
+    runs_all = drafter_class(case.kind).needs_last_hidden
+    num_layers = draft.num_target_layers if runs_all else draft.target_layer_ids[-1] + 1
     target = shapes.target_work(shapes.CONFIGS[case.target](), num_layers, lengths)["matmul"]
     drafter = shapes.draft_work(draft, lengths, anchors)["matmul"]
     first = 6 * d * (q + 2 * kv) * slots * (1 - 1 / draft.block_size)  # projected once for all mask slots
@@ -348,7 +364,7 @@ def run_case(
 def main() -> None:
     """Run the cases, print them, and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES if case.name != "tiny"])
+    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES if case.target != "tiny"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--warmup", type=float, default=3.0)

@@ -141,13 +141,14 @@ def test_a_peer_that_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_step_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU at a tiny shape it trains, and writes what it timed."""
-    out = tmp_path / "step.json"
-    options = ["--cases", "tiny", "--device", "cpu", "--out", str(out), "--seconds", "0.01", "--warmup", "0"]
+    """On a CPU at a tiny shape it trains a drafter of each kind, and writes what it timed."""
+    out, names = tmp_path / "step.json", ["tiny", "tiny-dflash2", "tiny-dspark"]
+    options = ["--cases", *names, "--device", "cpu", "--out", str(out), "--seconds", "0.01", "--warmup", "0"]
     monkeypatch.setattr(sys, "argv", ["benchmarks.step", *options])
     step.main()
-    case = json.loads(out.read_text())["cases"]["tiny"]
-    assert case["loss"][1] < case["loss"][0] and case["tok_per_s"] > 0 and case["useful_tflop"] > 0
+    cases = json.loads(out.read_text())["cases"]
+    assert cases["tiny"]["loss"][1] < cases["tiny"]["loss"][0]
+    assert all(cases[name]["tok_per_s"] > 0 and cases[name]["useful_tflop"] > 0 for name in names)
     assert str(tmp_path) not in out.read_text()
 
 
