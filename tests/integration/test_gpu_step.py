@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import Kernels, Loss, Optim
+from paceline.kernels.linear_mixed_loss import Mix
 from paceline.models.target import Target
 from paceline.records import FeatureBatch, TokenBatch
 from paceline.train.step import TrainStep
@@ -65,12 +66,16 @@ def test_packed_features_are_those_of_documents_alone(family: str, dtype: torch.
             assert error(found[start:end], wanted[start:end]) < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
-def make_step(target: Target, device: str, **more: Any) -> TrainStep:
+KINDS = ("dflash", "dflash2", "dspark")
+
+
+def make_step(target: Target, device: str, kind: str = "dflash", **more: Any) -> TrainStep:
     """A drafter of three layers, one of them sliding, beside a target."""
     types = ("full_attention", "sliding_attention", "full_attention")
-    shape = tiny.draft_shape(
-        num_hidden_layers=3, layer_types=types, sliding_window=37, head_dim=32, block_size=16, target_layer_ids=(0, 2)
-    )
+    shape = tiny.shape_of_kind(
+        kind, num_hidden_layers=3, layer_types=types, sliding_window=37, head_dim=32, block_size=16,
+        target_layer_ids=(0, 2),
+    )  # fmt: skip
     drafter = tiny.drafter(shape).to(device)
     dtype = more.get("dtype", torch.float32)
     settings: dict[str, Any] = {
@@ -85,17 +90,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_device(batch: FeatureBatch, dtype: torch.dtype) -> FeatureBatch:
-    return dataclasses.replace(batch, context_feature=batch.context_feature.to("cuda", dtype))
+    last = batch.last_hidden if batch.last_hidden is None else batch.last_hidden.to("cuda", dtype)
+    return dataclasses.replace(batch, context_feature=batch.context_feature.to("cuda", dtype), last_hidden=last)
 
 
-@pytest.mark.parametrize("loss", [Loss(gamma=5.0), Loss(kind="dpace", gamma=5.0)], ids=["decay", "dpace"])
+@pytest.mark.parametrize(
+    ("kind", "weights", "mix"),
+    [
+        *((kind, "decay", None) for kind in KINDS),
+        ("dflash", "dpace", None),
+        ("dflash", "decay", Mix(0.5, 0.4, 0.1)),
+        ("dflash2", "dpace", Mix(0.5, 0.4, 0.1)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_is_the_cpus(folder: Path, dtype: torch.dtype, loss: Loss) -> None:
+def test_a_step_is_the_cpus(folder: Path, dtype: torch.dtype, kind: str, weights: Any, mix: Mix | None) -> None:
     """Loss, hits and every gradient of ragged rows equal those of the CPU's reference."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    here, there = (wide_target("llama", folder, device=d, layer_ids=(0, 2)) for d in ("cpu", "cuda"))
-    reference = make_step(here, "cpu", loss=loss)
-    step = make_step(there, "cuda", loss=loss, dtype=dtype, batches_per_step=3)
+    asks = {"layer_ids": (0, 2), "needs_last_hidden": kind == "dspark" or mix is not None}
+    here, there = (wide_target("llama", folder, device=d, **asks) for d in ("cpu", "cuda"))
+    loss = Loss(kind=weights, gamma=5.0)
+    reference = make_step(here, "cpu", kind, loss=loss, mix=mix)
+    step = make_step(there, "cuda", kind, loss=loss, mix=mix, dtype=dtype, batches_per_step=3)
     assert "FlexAttention" in step.attention_note
     for tokens in rows():
         features = here.features(tokens)
@@ -110,16 +127,18 @@ def test_a_step_is_the_cpus(folder: Path, dtype: torch.dtype, loss: Loss) -> Non
     assert abs(one.committed - other.committed) <= (0 if exact else 0.2 * other.committed)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("graphs", ["off", "on"])
-def test_no_hidden_cost(folder: Path, graphs: str) -> None:
+def test_no_hidden_cost(folder: Path, graphs: str, kind: str) -> None:
     """A warm step asks the driver for no memory, compiles nothing and does not wait for the device, on ragged rows."""
     from torch._dynamo.utils import counters
 
     kernels = Kernels(cuda_graphs=graphs)  # type: ignore[arg-type]  # one of its values
     target = wide_target(
-        "llama", folder, device="cuda", dtype=torch.bfloat16, layer_ids=(0, 2), row_length=LENGTH, kernels=kernels
-    )
-    step = make_step(target, "cuda", dtype=torch.bfloat16, kernels=kernels)
+        "llama", folder, device="cuda", dtype=torch.bfloat16, layer_ids=(0, 2), row_length=LENGTH, kernels=kernels,
+        needs_last_hidden=kind == "dspark",
+    )  # fmt: skip
+    step = make_step(target, "cuda", kind, dtype=torch.bfloat16, kernels=kernels)
     batches = rows()
 
     def run(i: int) -> None:
@@ -143,17 +162,18 @@ def test_no_hidden_cost(folder: Path, graphs: str) -> None:
     assert losses[-1] < losses[0] and step._run_batch.is_replaying == (graphs == "on")
 
 
-@pytest.mark.parametrize("batches_per_step", [1, 2])
-def test_graphs_and_repetition_change_no_bit(folder: Path, batches_per_step: int) -> None:
+@pytest.mark.parametrize(("kind", "batches_per_step"), [("dflash", 1), ("dflash", 2), ("dflash2", 2), ("dspark", 1)])
+def test_graphs_and_repetition_change_no_bit(folder: Path, kind: str, batches_per_step: int) -> None:
     """Eight updates give the same losses launched kernel by kernel, launched again, and replayed, where gradients come
     to be summed on the way."""
     runs = []
     for graphs in ("off", "off", "on"):
         kernels = Kernels(cuda_graphs=graphs)  # type: ignore[arg-type]  # one of its values
         target = wide_target(
-            "llama", folder, device="cuda", dtype=torch.bfloat16, layer_ids=(0, 2), row_length=LENGTH, kernels=kernels
-        )
-        step = make_step(target, "cuda", dtype=torch.bfloat16, kernels=kernels, batches_per_step=batches_per_step)
+            "llama", folder, device="cuda", dtype=torch.bfloat16, layer_ids=(0, 2), row_length=LENGTH, kernels=kernels,
+            needs_last_hidden=kind == "dspark",
+        )  # fmt: skip
+        step = make_step(target, "cuda", kind, dtype=torch.bfloat16, kernels=kernels, batches_per_step=batches_per_step)
         losses = []
         for i in range(8):
             for tokens in rows()[:batches_per_step]:
