@@ -48,9 +48,11 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sharded, "PIECE_ELEMENTS", request.param)
 
 
-def make_step(target: Target, group: Group, dtype: torch.dtype = torch.float32, shards: bool = False) -> TrainStep:
+def make_step(
+    target: Target, group: Group, dtype: torch.dtype = torch.float32, shards: bool = False, kind: str = "dflash"
+) -> TrainStep:
     return TrainStep(
-        tiny.drafter(), target.embed, target.head.to(dtype), OPTIM, num_anchors=12, loss=Loss(gamma=2.0), seed=5,
+        tiny.drafter(tiny.shape_of_kind(kind)), target.embed, target.head.to(dtype), OPTIM, num_anchors=12, loss=Loss(gamma=2.0), seed=5,
         total_steps=len(STEPS), batches_per_step=5, dtype=dtype, group=group, shards_gradients=shards,
     )  # fmt: skip
 
@@ -114,6 +116,24 @@ def test_ranks_train_as_one_drafter_does(batches: tuple[Target, list[FeatureBatc
         for name, value in named.items():
             torch.testing.assert_close(found[0][2][key][name], value, rtol=1e-5, atol=1e-6)
             assert key != "master" or torch.equal(found[0][2][key][name], found[0][1][name])
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_ranks_of_other_kinds_train_as_one(kind: str, tmp_path: Path) -> None:
+    """Losses and weights of two ranks are those of one drafter, terms of the kind's own included."""
+    target = tiny.target("llama", tmp_path / "target", layer_ids=(1, 3), needs_last_hidden=True)
+    features = [target.features(tiny.row([9 + n % 4, 14, 3 + n % 5], 32, seed=n, number=n)) for n in range(15)]
+    alone = make_step(target, Group(), kind=kind)
+    wanted = train(alone, features)
+
+    def work(group: Group) -> tuple[list[StepResult], dict[str, Tensor]]:
+        step = make_step(target, group, shards=True, kind=kind)
+        return train(step, features), weights_of(step)
+
+    for results, weights in ranks.run(2, work):
+        assert_near(results, wanted, rel=1e-6)
+        for name, weight in alone.drafter.state_dict().items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-4)  # of steps of 1e-2
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["", "shards_gradients"])
