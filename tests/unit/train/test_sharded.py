@@ -52,8 +52,9 @@ def make_step(
     target: Target, group: Group, dtype: torch.dtype = torch.float32, shards: bool = False, kind: str = "dflash"
 ) -> TrainStep:
     return TrainStep(
-        tiny.drafter(tiny.shape_of_kind(kind)), target.embed, target.head.to(dtype), OPTIM, num_anchors=12, loss=Loss(gamma=2.0), seed=5,
-        total_steps=len(STEPS), batches_per_step=5, dtype=dtype, group=group, shards_gradients=shards,
+        tiny.drafter(tiny.shape_of_kind(kind)), target.embed, target.head.to(dtype), OPTIM, num_anchors=12,
+        loss=Loss(gamma=2.0), seed=5, total_steps=len(STEPS), batches_per_step=5, dtype=dtype, group=group,
+        shards_gradients=shards,
     )  # fmt: skip
 
 
