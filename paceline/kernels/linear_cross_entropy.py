@@ -109,7 +109,8 @@ class Candidates(NamedTuple):
     """The best few tokens of each row.
 
     Attributes:
-        logits: float32 ``[T, C]``, descending, differentiable; 0 in rows that did not reach the head.
+        logits: float32 ``[T, C]``, descending, differentiable; 0 in rows that did not reach the head, and anything in
+            rows that do not count.
         ids: int64 ``[T, C]``.
     """
 

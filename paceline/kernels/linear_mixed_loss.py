@@ -61,8 +61,8 @@ class Bias(NamedTuple):
 class MixedLosses(NamedTuple):
     """Attributes:
     rows: As of cross-entropy.
-    overlap: float32 ``[T]``, 1 - L1 / 2: the chance that a token drawn by the drafter is accepted. No gradient; 0 in
-        rows that did not reach the head.
+    overlap: float32 ``[T]``, 1 - L1 / 2: the chance that a token drawn by the drafter is accepted. No gradient;
+        anything in rows that do not count.
     """
 
     rows: RowLosses
@@ -136,10 +136,12 @@ class _LinearMixedLoss(torch.autograd.Function):
         for start in range(0, num_rows, per_chunk):
             chunk = slice(start, min(start + per_chunk, num_rows))
             index = chunk if rows is None else rows[chunk]
-            products = hidden[index] @ head.weight.T
-            target = target_hidden[target_rows[index]].to(head.weight.dtype) @ head.weight.T
-            added = None if bias_rows is None or bias_table is None else bias_rows[index] @ bias_table.T
-            found = body(products, target, added, labels[index], weights[index], head.scale, head.softcap, mix, dpace)
+            weight, idle = weights[index], (weights[index] == 0)[:, None]  # NaN times 0 would be NaN
+            products = hidden[index].masked_fill(idle, 0.0) @ head.weight.T
+            target = target_hidden[target_rows[index]].masked_fill(idle, 0.0).to(head.weight.dtype) @ head.weight.T
+            factors = None if bias_rows is None else bias_rows[index].masked_fill(idle, 0.0)
+            added = None if factors is None or bias_table is None else factors @ bias_table.T
+            found = body(products, target, added, labels[index], weight, head.scale, head.softcap, mix, dpace)
             chunk_loss, weight, hits[index], overlap[index], grad_products, grad_added = found
             if num_candidates:
                 logits = head.transformed(products.float())
@@ -147,10 +149,10 @@ class _LinearMixedLoss(torch.autograd.Function):
             loss += chunk_loss
             weight_sum += weight
             gradient[index] = grad_products @ head.weight
-            if bias_rows is not None and bias_table is not None:
+            if factors is not None and bias_table is not None:
                 assert grad_bias_rows is not None and grad_table is not None
                 grad_bias_rows[index] = grad_added @ bias_table
-                grad_table += (grad_added.T @ bias_rows[index]).float()
+                grad_table += (grad_added.T @ factors).float()
         ctx.head = head
         saved = [gradient, best.logits, best.ids]
         ctx.has_bias = bias_table is not None
@@ -191,30 +193,34 @@ def _rows_of_chunk(
         products, target: ``[n, V]``, bare products of the head with the drafter's and the target's hidden rows.
         added: ``[n, V]``, the bias.
     Returns: sum of the loss, sum of the weights, hits ``[n]``, overlap ``[n]``, and the gradients of `products` and of
-        `added`, in their type. A row of weight 0 leaves no trace, whatever its logits are.
+        `added`, in their type.
     """
     own = transformed(products.float(), scale, softcap)
-    logits = own if added is None else own + added.float()
-    log_p = logits.log_softmax(1)
+    log_p = (own if added is None else own + added.float()).log_softmax(1)
     log_t = transformed(target.float(), scale, softcap).log_softmax(1)
     p, t = log_p.exp(), log_t.exp()
-    sign = (p - t).sign()
-    distance = (p - t).abs().sum(1)
     at_label = log_p.gather(1, labels[:, None])
     nll = -at_label[:, 0]
-    counts = weights != 0
     if dpace is not None:
-        weights = weights * dpace.weights(nll, counts)
-    row_loss = mix.ce * nll + mix.kl * (t * (log_t - log_p)).sum(1) + mix.l1 * distance
-    gradient = (mix.ce + mix.kl) * p - mix.kl * t + mix.l1 * p * (sign - (sign * p).sum(1, keepdim=True))
-    is_label = torch.arange(p.shape[1], device=p.device) == labels[:, None]
-    gradient = torch.where(is_label, gradient - mix.ce, gradient) * weights[:, None]
-    gradient = torch.where(counts[:, None], gradient, 0.0)
+        weights = weights * dpace.weights(nll, weights != 0)
+    difference = p - t
+    distance = torch.linalg.vector_norm(difference, ord=1, dim=1)
+    row_loss = mix.ce * nll + mix.l1 * distance
+    gradient = (mix.ce + mix.kl) * p
+    if mix.kl:
+        row_loss = row_loss + mix.kl * (torch.linalg.vecdot(t, log_t) - torch.linalg.vecdot(t, log_p))
+        gradient.sub_(t, alpha=mix.kl)
+    if mix.l1:
+        sign = difference.sign_()
+        sign.sub_(torch.linalg.vecdot(sign, p)[:, None])
+        gradient.addcmul_(p, sign, value=mix.l1)
+    gradient.scatter_add_(1, labels[:, None], torch.full_like(at_label, -mix.ce))
+    gradient.mul_(weights[:, None])
     return (
-        torch.where(counts, weights * row_loss, 0.0).sum(),
+        (weights * row_loss).sum(),
         weights.sum(),
         (at_label >= log_p.amax(1, keepdim=True))[:, 0],
-        torch.where(counts, 1 - distance / 2, 0.0),
+        1 - distance / 2,
         stored_gradient(gradient, own, scale, softcap).to(products.dtype),
         gradient.to(products.dtype),
     )
