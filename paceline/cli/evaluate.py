@@ -67,6 +67,29 @@ def eval(
         int | None,
         typer.Option(metavar="B", min=1, help="Then decode 1, 2, 4, ... B prompts at a time, plainly and with drafts."),
     ] = None,
+    draft_sampling: Annotated[
+        Literal["greedy", "sampled"],
+        typer.Option(
+            help="At a temperature above 0. greedy: the drafter proposes its likeliest tokens. sampled: it draws too; "
+            "answers then have the target's distribution and are not the plain ones."
+        ),
+    ] = "greedy",
+    verify_threshold: Annotated[
+        float,
+        typer.Option(
+            metavar="X",
+            min=0.0,
+            max=1.0,
+            help="Verify drafted tokens up to the first that the drafter's confidence head gives less; 0: all.",
+        ),
+    ] = 0.0,
+    verify: Annotated[
+        Literal["all", "auto"],
+        typer.Option(
+            help="With --batch. auto: rows verify as many tokens as bring the most a second over all, by confidences "
+            "and by what rounds cost here, in place of the threshold."
+        ),
+    ] = "all",
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Prompts to use, the first ones.")] = None,
     thinking: Annotated[
         Literal["on", "off"] | None,
@@ -115,7 +138,7 @@ def eval(
     from paceline.cli.evaluate_show import print_evaluation, print_prompt, print_served
     from paceline.eval.batch import BatchTarget, batch_sizes, measure_concurrency
     from paceline.eval.calibrate import fewest_nearly_best, swept_blocks
-    from paceline.eval.decode import CachedTarget, check_fit
+    from paceline.eval.decode import CachedTarget, check_confidence, check_fit
     from paceline.eval.evaluate import encode_prompts, evaluate_blocks, read_prompts, sample_prompts
     from paceline.eval.sampling import Sampling
     from paceline.models.loading import load_tokenizer, read_shape
@@ -127,8 +150,21 @@ def eval(
         _check_writable("--html", html)
     if block_size and sweep_block_sizes:
         raise ConfigError("--block-size and --sweep-block-sizes: name the sizes, or have them chosen")
+    if draft_sampling == "sampled" and not temperature:
+        raise ConfigError(
+            "--draft-sampling sampled at --temperature 0: greedy decoding draws nothing; name a temperature above 0"
+        )
+    if verify == "auto" and batch is None:
+        raise ConfigError("--verify auto decides over several prompts at a time: name them with --batch B")
     server = ServerOptions(url, baseline_url, model)
-    fixed = {"--block-size": bool(block_size), "--sweep-block-sizes": sweep_block_sizes, "--device": device != "auto"}
+    fixed = {
+        "--block-size": bool(block_size),
+        "--sweep-block-sizes": sweep_block_sizes,
+        "--draft-sampling": draft_sampling != "greedy",
+        "--verify-threshold": verify_threshold > 0,
+        "--verify": verify != "all",
+        "--device": device != "auto",
+    }
     server.check(engine, draft, fixed)
     console = Console(stderr=json_file == "-", soft_wrap=True, highlight=False)
     prompt_files = prompts or [sample_prompts()]
@@ -155,6 +191,7 @@ def eval(
         return
     assert draft is not None
     drafter = load_any_drafter(draft)
+    check_confidence(drafter, verify_threshold > 0 or verify == "auto")
     sizes = block_size or [drafter.shape.block_size]
     if sweep_block_sizes:
         sizes = swept_blocks(drafter.shape.block_size, 2 - drafter.label_shift)
@@ -185,7 +222,7 @@ def eval(
             trust_remote_code=trust_remote_code,
         )
     drafter = drafter.to(where, dtype)
-    sampling = Sampling(temperature, seed) if temperature else None
+    sampling = Sampling(temperature, seed, draft_sampling) if temperature else None
     evaluations = evaluate_blocks(
         cached_target,
         drafter,
@@ -195,6 +232,7 @@ def eval(
         stop_ids=cached_target.shape.eos_token_ids,
         ngram=ngram,
         sampling=sampling,
+        verify_threshold=verify_threshold,
         on_prompt=lambda result, so_far: print_prompt(console, result, so_far, len(encoded)),
     )
     served = fewest_nearly_best({size: one.tok_per_s for size, one in evaluations.items()})
@@ -223,12 +261,14 @@ def eval(
             stop_ids=cached_target.shape.eos_token_ids,
             sizes=batch_sizes(batch),
             sampling=sampling,
+            verify_threshold=verify_threshold,
+            verify=verify,
             on_size=lambda found: console.print(
                 f"{found.batch_size} at a time: plain {found.baseline_tok_per_s:.1f} tok/s, "
                 f"drafted {found.tok_per_s:.1f} tok/s"
             ),
         )
-        record["concurrency"] = [row.as_dict() for row in rows]
+        record |= {"verify": verify, "concurrency": [row.as_dict() for row in rows]}
     print_evaluation(console, record)
     _write_record(console, record, json_file, html)
 

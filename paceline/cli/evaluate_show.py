@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def print_prompt(console: Console, result: PromptResult, so_far: Evaluation, num_prompts: int) -> None:
     """How one prompt went."""
-    same = ", ".join(f"{miss.answer} differs at token {miss.position}" for miss in result.differences) or "identical"
+    same = "identical" if so_far.is_compared else "drawn anew"
+    same = ", ".join(f"{miss.answer} differs at token {miss.position}" for miss in result.differences) or same
     copied = f"n-gram drafts {result.ngram.seconds:.2f} s  " if result.ngram else ""
     console.print(
         f"{len(so_far.results):>4}/{num_prompts}  {len(result.speculative.tokens):>4} tokens  "
@@ -36,10 +37,14 @@ def print_evaluation(console: Console, record: dict[str, Any]) -> None:
         console.print(serving_line(record))
     if "concurrency" in record:
         head = ("prompts at a time", "plain tok/s", "drafted tok/s", "speedup", "acceptance length", "other answers")
-        _print_table(console, "By concurrency", head, [_concurrency_row(row) for row in record["concurrency"]])
+        leaves_out = record["verify_threshold"] or record["verify"] == "auto"
+        rows = [_concurrency_row(row, leaves_out) for row in record["concurrency"]]
+        _print_table(console, "By concurrency", head, rows)
     console.print(f"acceptance length = {record['acceptance_rule']}", style="dim", markup=False)
     console.print(f"interval = {record['interval_rule']}", style="dim", markup=False)
-    if record["temperature"]:
+    if record["draft_sampling"] == "sampled":
+        console.print(record["lossless_rule"], style="dim", markup=False)
+    elif record["temperature"]:
         console.print(
             "drawn from the target's whole distribution; drafts are the drafter's likeliest tokens. Plain and drafted "
             "decoding share the noise of every position, so that their tokens have to be the same",
@@ -170,6 +175,8 @@ def length_with_interval(record: dict[str, Any]) -> str:
 
 def _main_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     verdict = "yes" if record["lossless"] else f"no: {record['mismatches']} mismatches, {record['ties']} numeric ties"
+    if record["lossless"] is None:
+        verdict = "not compared: lossless in distribution"
     counts, rounds = record["accepted_counts"], record["rounds"] or 1
     decoding = f"temperature {record['temperature']:g}, seed {record['seed']}" if record["temperature"] else "greedy"
     rows = {
@@ -180,6 +187,11 @@ def _main_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
         "rounds by accepted drafts": "  ".join(f"{n}: {count / rounds:.0%}" for n, count in enumerate(counts)),
         "plain": f"{record['baseline_tok_per_s']:.1f} tok/s",
     }
+    if record["verify_threshold"]:
+        rows["verified"] = (
+            f"{record['verified_per_round']:.2f} drafted tokens a round, {record['verified_frac']:.0%} of all, of a "
+            f"confidence of {record['verify_threshold']:g} at least; {record['acceptance_rate']:.0%} of them accepted"
+        )
     if "ngram_speedup" in record:
         rows["n-gram drafts"] = (
             f"{record['ngram_tok_per_s']:.1f} tok/s, acceptance length {record['ngram_acceptance_length']:.3f}, "
@@ -207,13 +219,17 @@ def _context_row(bucket: dict[str, Any]) -> tuple[str, ...]:
 
 def _sweep_row(row: dict[str, Any]) -> tuple[str, ...]:
     rates = length_with_interval(row), f"{row['speculative_tok_per_s']:.1f}", f"{row['speedup']:.2f}x"
-    return str(row["block_size"]), str(row["num_predicted"]), *rates, "yes" if row["lossless"] else "no"
+    same = {True: "yes", False: "no", None: "not compared"}[row["lossless"]]
+    return str(row["block_size"]), str(row["num_predicted"]), *rates, same
 
 
-def _concurrency_row(row: dict[str, Any]) -> tuple[str, ...]:
+def _concurrency_row(row: dict[str, Any], leaves_out: bool) -> tuple[str, ...]:
     others = f"{row['mismatches']} mismatches, {row['ties']} ties" if row["mismatches"] or row["ties"] else "none"
     rates = f"{row['baseline_tok_per_s']:.1f}", f"{row['tok_per_s']:.1f}", f"{row['speedup']:.2f}x"
-    return str(row["batch_size"]), *rates, f"{row['acceptance_length']:.3f}", others
+    length = f"{row['acceptance_length']:.3f}"
+    if leaves_out:
+        length += f" ({row['acceptance_rate']:.0%} of {row['verified_per_round']:.2f} verified)"
+    return str(row["batch_size"]), *rates, length, others
 
 
 def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

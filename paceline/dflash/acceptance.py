@@ -33,6 +33,7 @@ class Acceptance:
         committed: Tokens they committed.
         reached: ``[J]``; forwards in which slot j was looked at, as all slots before it were accepted.
         accepted: ``[J]``; forwards in which it was accepted as well.
+        verified: Drafted tokens that they were given; others had been left out.
     """
 
     num_predicted: int
@@ -40,36 +41,55 @@ class Acceptance:
     committed: int = 0
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    verified: int = 0
 
     def __post_init__(self) -> None:
         self.reached = self.reached or [0] * self.num_predicted
         self.accepted = self.accepted or [0] * self.num_predicted
 
-    def add_round(self, num_accepted: int, num_committed: int) -> None:
-        """Count one verification: leading drafts accepted, and tokens committed by it.
+    def add_round(self, num_accepted: int, num_committed: int, num_verified: int | None = None) -> None:
+        """Count one verification: leading drafts accepted, tokens committed by it, and drafts given to the target.
 
-        A round that a stop token or the limit cut short says nothing about the slot after its last accepted one.
+        A round that a stop token or the limit cut short says nothing about the slot after its last accepted one, nor
+        does one about a slot that was not verified. `num_verified` None: all J.
         """
+        num_verified = self.num_predicted if num_verified is None else num_verified
         self.rounds += 1
         self.committed += num_committed
-        cut_short = num_committed <= num_accepted
+        self.verified += num_verified
+        num_reached = num_accepted + (num_accepted < min(num_committed, num_verified))
         for j in range(self.num_predicted):
-            if j < num_accepted:
-                self.accepted[j] += 1
-            if j < num_accepted or (j == num_accepted and not cut_short):
-                self.reached[j] += 1
+            self.accepted[j] += j < num_accepted
+            self.reached[j] += j < num_reached
 
     def __iadd__(self, other: Acceptance) -> Acceptance:
         self.rounds += other.rounds
         self.committed += other.committed
         self.reached = [a + b for a, b in zip(self.reached, other.reached, strict=True)]
         self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+        self.verified += other.verified
         return self
 
     @property
     def length(self) -> float:
         """Tokens per target forward, the bonus token included; 0 without a forward."""
         return self.committed / self.rounds if self.rounds else 0.0
+
+    @property
+    def verified_per_round(self) -> float:
+        """Drafted tokens that a target forward verified; 0 without a forward."""
+        return self.verified / self.rounds if self.rounds else 0.0
+
+    @property
+    def verified_frac(self) -> float:
+        """Share of the drafted tokens that were verified."""
+        drafted = self.rounds * self.num_predicted
+        return self.verified / drafted if drafted else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the verified tokens that were accepted."""
+        return sum(self.accepted) / self.verified if self.verified else 0.0
 
     @property
     def per_position(self) -> list[float]:
@@ -81,7 +101,7 @@ def walk(leading: Sequence[int], num_predicted: int) -> Acceptance:
     """Decode one answer on paper: what a real decode loop would accept, given the answer itself.
 
     For an answer that the target gives greedily this is exact, as every anchor that the loop visits has the context it
-    would have there.
+    would have there. Only a loop does not know where the answer stops, and verifies drafts past its end.
 
     Args:
         leading: For the answer's tokens 0..n-2, in order: leading hits of the block anchored there, already cut to
@@ -92,6 +112,6 @@ def walk(leading: Sequence[int], num_predicted: int) -> Acceptance:
     while position < last:
         num_accepted = leading[position]
         num_committed = min(num_accepted + 1, last - position)
-        total.add_round(num_accepted, num_committed)
+        total.add_round(num_accepted, num_committed, min(num_predicted, last - position))
         position += num_committed
     return total

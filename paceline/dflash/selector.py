@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.dflash.speculative import Chance
+
 
 def candidate_scores(logits: Tensor, predecessor: Tensor, context: Tensor, successors: Tensor) -> Tensor:
     """Scores of candidates given the token before them, float32 ``[..., C]``.
@@ -26,9 +28,15 @@ def candidate_scores(logits: Tensor, predecessor: Tensor, context: Tensor, succe
 
 
 def walk_candidates(
-    logits: Tensor, ids: Tensor, context: Tensor, anchors: Tensor, predecessors: Tensor, successors: Tensor
-) -> Tensor:
-    """The best path greedily: slot after slot the candidate with the best score after the one just taken.
+    logits: Tensor,
+    ids: Tensor,
+    context: Tensor,
+    anchors: Tensor,
+    predecessors: Tensor,
+    successors: Tensor,
+    chance: Chance | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Slot after slot the candidate with the best score after the one just taken, or one drawn by these scores.
 
     Args:
         logits: ``[R, J, C]``.
@@ -36,11 +44,17 @@ def walk_candidates(
         context: ``[R, J, E]``.
         anchors: int64 ``[R]``, the tokens before the first slots.
         predecessors, successors: ``[V, E]``, the codebooks.
-    Returns: int64 ``[R, J]``.
+        chance: None: the best is taken.
+    Returns: tokens int64 ``[R, J]``, and float32 ``[R, J, C]`` that they were drawn from; None if they were not.
     """
-    taken, before = [], anchors
+    taken, drawn_from, before = [], [], anchors
     for j in range(ids.shape[1]):
         scores = candidate_scores(logits[:, j], predecessors[before], context[:, j], successors[ids[:, j]])
-        before = ids[:, j].gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+        if chance is None:
+            place = scores.argmax(-1)
+        else:
+            place, probs = chance.draw(scores, j)
+            drawn_from.append(probs)
+        before = ids[:, j].gather(1, place[:, None])[:, 0]
         taken.append(before)
-    return torch.stack(taken, dim=1)
+    return torch.stack(taken, dim=1), torch.stack(drawn_from, dim=1) if drawn_from else None

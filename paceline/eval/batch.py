@@ -6,6 +6,10 @@ sequence stay next to each other and a layer with a sliding window sees what it 
 the next prompt. The drafter runs once for all rows: their contexts, one after the other, are a packed row of documents
 as in training, with one block each.
 
+Rows may verify fewer tokens than were drafted, where the drafter says how sure it is: those before the first that it is
+not sure enough of, or as many as bring the most tokens a second over all rows (`RoundCost`). They append as many
+columns as the others all the same, so that time is saved only where all have fewer.
+
 A recurrent layer has no columns to move: its mixer runs on one row after the other, without the padding, and every row
 has states of its own, which go back as those of a single sequence do.
 Shape letters: B rows, K columns of a round, W columns of the cache, L taps, D hidden, V vocabulary.
@@ -13,12 +17,15 @@ Shape letters: B rows, K columns of a round, W columns of the cache, L taps, D h
 
 from __future__ import annotations
 
+import bisect
 import inspect
+import itertools
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -27,15 +34,17 @@ from transformers.cache_utils import DynamicLayer
 
 from paceline.dflash.acceptance import Acceptance
 from paceline.dflash.anchors import make_anchors
+from paceline.dflash.confidence import cut_below, share_lengths
+from paceline.dflash.speculative import Chance
 from paceline.errors import ModelError
-from paceline.eval.decode import CachedTarget, Decoded, check_fit, leading_hits, until_stop
+from paceline.eval.decode import CachedTarget, Decoded, check_confidence, check_fit, leading_hits, until_stop
 from paceline.eval.evaluate import Difference, compare
 from paceline.eval.forwards import MixerStates, find_mixers, rollback_cache
-from paceline.eval.sampling import Draws, Sampling
+from paceline.eval.sampling import Draws, Sampling, draws_drafts
 from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import pack_head, pack_layers
-from paceline.models.draft import ContextKV, DFlashDrafter
+from paceline.models.draft import ContextKV, DFlashDrafter, Proposal
 from paceline.models.loading import TargetShape, load_causal_lm, read_shape
 
 
@@ -240,7 +249,11 @@ def _gathered(x: Tensor, source: Tensor) -> Tensor:
 
 
 class BatchDrafter:
-    """A drafter with the keys and values of several contexts."""
+    """A drafter with the keys and values of several contexts.
+
+    Attributes:
+        num_predicted: J.
+    """
 
     def __init__(self, drafter: DFlashDrafter, target: BatchTarget, block_size: int) -> None:
         """Raises: ModelError if the two do not fit together."""
@@ -278,8 +291,8 @@ class BatchDrafter:
                 for (key, value), (keys, values) in zip(context, parts, strict=True)
             ]
 
-    def propose(self, anchors: Sequence[int]) -> list[list[int]]:
-        """Draft a block behind every row's context and anchor."""
+    def propose(self, anchors: Sequence[int], samplings: Sequence[Sampling] = ()) -> Proposal:
+        """Draft a block behind every row's context and anchor, greedily or drawn with a sampling for each row."""
         lengths = torch.tensor([len(context[0][0]) for context in self._rows])
         edges = torch.nn.functional.pad((lengths + 1).cumsum(0), (1, 0))  # a column for each anchor, that nobody sees
         layout = BlockLayout.of_row(
@@ -294,7 +307,12 @@ class BatchDrafter:
         noise = self._embed(noise_ids.to(self._device)).to(self._dtype)
         positions = (lengths[:, None] + torch.arange(self._block_size)).to(self._device)
         hidden = self._drafter(noise, positions, packed, layout)
-        return self._drafter.propose(hidden, self._head, noise_ids[:, 0].to(self._device)).ids.tolist()
+        chance = None
+        if samplings:
+            pairs = zip(samplings, lengths.tolist(), strict=True)
+            chances = [sampling.chance(length, self.num_predicted, self._device) for sampling, length in pairs]
+            chance = Chance(chances[0].temperature, torch.cat([one.uniforms for one in chances]))
+        return self._drafter.propose(hidden, self._head, noise_ids[:, 0].to(self._device), chance)
 
 
 def _with_column(x: Tensor) -> Tensor:
@@ -307,12 +325,80 @@ class _Row:
 
     Attributes:
         features: Of the tokens that joined the context since the last draft.
+        sampling, draws: Its own; None: greedily.
     """
 
     number: int
     answer: Decoded
     features: Tensor
+    sampling: Sampling | None
     draws: Draws | None
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """What a round takes, by the tokens in the target's forward, anchors included.
+
+    It was measured with all rows verifying alike: where lengths differ, columns that only fill up come on top.
+
+    Attributes:
+        num_tokens: Ascending.
+        seconds: Drafting and verifying; never falling, so that a lucky moment does not make a longer forward look
+            cheaper.
+    """
+
+    num_tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, measured: Mapping[int, float]) -> RoundCost:
+        """From seconds by tokens."""
+        sizes = sorted(measured)
+        return cls(tuple(sizes), tuple(itertools.accumulate((measured[n] for n in sizes), max)))
+
+    def rounds_per_s(self, num_tokens: int) -> float:
+        """Rounds a second with so many tokens, interpolated; outside what was measured as at its ends."""
+        n = min(max(num_tokens, self.num_tokens[0]), self.num_tokens[-1])
+        place = max(1, bisect.bisect_left(self.num_tokens, n))
+        if place == len(self.num_tokens):  # there is only one
+            return 1 / self.seconds[0]
+        (low, high), (short, long) = self.num_tokens[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
+        return 1 / (short + (long - short) * (n - low) / (high - low))
+
+
+@torch.inference_mode()
+def measure_rounds(target: BatchTarget, drafter: BatchDrafter, prompts: Sequence[Sequence[int]]) -> RoundCost:
+    """Time a few widths of a round with these prompts as rows, and a single token of one row; all rows are dropped."""
+    num_rows, num_predicted = len(prompts), drafter.num_predicted
+    _, features = target.admit(prompts)
+    drafter.admit(num_rows)
+    drafter.extend(features)
+    draft_s = _median_s(lambda: drafter.propose([0] * num_rows).ids.tolist())
+
+    def verify_s(num_rows: int, width: int) -> float:
+        def verify() -> None:
+            target.append([[0] * width] * num_rows).argmax(-1).tolist()
+            target.keep([1] * num_rows)
+
+        return draft_s + _median_s(verify)
+
+    widths = {1, 2, (num_predicted + 3) // 2, num_predicted + 1}
+    measured = {num_rows * width: verify_s(num_rows, width) for width in widths}
+    if num_rows > 1:
+        target.drop(range(1, num_rows))
+        measured[1] = verify_s(1, 1)
+    target.drop([0])
+    drafter.drop(range(num_rows))
+    return RoundCost.of(measured)
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])  # the first call pays for what has not been run before
 
 
 @dataclass
@@ -337,12 +423,16 @@ def decode_batch(
     stop_ids: Collection[int],
     batch_size: int,
     sampling: Sampling | None = None,
+    verify_threshold: float = 0.0,
+    cost: RoundCost | None = None,
 ) -> BatchRun:
     """Decode prompts, up to `batch_size` at a time; every answer is the one that it has when decoded alone.
 
     Args:
         drafter: None decodes one token per row and round.
         sampling: As in `evaluate`: every prompt has draws of its own.
+        verify_threshold: As in `decode.speculative_decode`.
+        cost: Has all rows together verify as many tokens as bring the most a second, whatever the threshold.
     """
     started = time.perf_counter()
     num_predicted = drafter.num_predicted if drafter else 0
@@ -355,13 +445,13 @@ def decode_batch(
             if drafter:
                 drafter.admit(len(admitted))
             for number, row_logits, feature in zip(admitted, logits, features, strict=True):
-                draws = Draws(sampling.of_prompt(number)) if sampling else None
-                row = _Row(number, answers[number], feature, draws)
+                own = sampling and sampling.of_prompt(number)
+                row = _Row(number, answers[number], feature, own, Draws(own) if own else None)
                 row.answer.tokens += _chosen(row, row_logits[None])
                 row.answer.stopped = row.answer.tokens[0] in stop_ids
                 rows.append(row)
         else:
-            _round(target, drafter, rows, max_new_tokens, stop_ids)
+            _round(target, drafter, rows, max_new_tokens, stop_ids, verify_threshold, cost)
         done = [i for i, r in enumerate(rows) if r.answer.stopped or len(r.answer.tokens) >= max_new_tokens]
         if done:
             target.drop(done)
@@ -377,20 +467,29 @@ def _round(
     rows: Sequence[_Row],
     max_new_tokens: int,
     stop_ids: Collection[int],
+    verify_threshold: float,
+    cost: RoundCost | None,
 ) -> None:
     """One forward of the target for all rows; see `decode`, which does the same for one."""
     anchors = [row.answer.tokens[-1] for row in rows]
     left = [max_new_tokens - len(row.answer.tokens) for row in rows]
     drafts: list[list[int]] = [[] for _ in rows]
+    proposal: Proposal | None = None
     if drafter:
         drafter.extend([row.features for row in rows])
-        drafts = [drafted[:n] for drafted, n in zip(drafter.propose(anchors), left, strict=True)]
+        proposal = drafter.propose(anchors, [row.sampling for row in rows if draws_drafts(row.sampling)])
+        lengths = _verified(proposal, left, verify_threshold, cost)
+        drafts = [drafted[:n] for drafted, n in zip(proposal.ids.tolist(), lengths, strict=True)]
     width = 1 + max(map(len, drafts))
     blocks = [[anchor, *drafted] for anchor, drafted in zip(anchors, drafts, strict=True)]
     logits = target.append([[*block, *[0] * (width - len(block))] for block in blocks])
     counts = []
-    for row, block, drafted, n, row_logits in zip(rows, blocks, drafts, left, logits, strict=True):
-        following = _chosen(row, row_logits[: len(block)])
+    for place, (row, block, drafted, n) in enumerate(zip(rows, blocks, drafts, left, strict=True)):
+        row_logits = logits[place, : len(block)]
+        if proposal is not None and draws_drafts(row.sampling):
+            following = row.sampling.judged(row_logits, proposal, len(row.answer.tokens), place)
+        else:
+            following = _chosen(row, row_logits)
         num_hits = leading_hits(drafted, following)
         committed = until_stop([*drafted[:num_hits], following[num_hits]][:n], stop_ids)
         counts.append(len(committed))
@@ -401,9 +500,22 @@ def _round(
         if drafter:
             num_accepted = min(num_hits, len(committed))
             row.answer.num_accepted_tokens.append(num_accepted)
-            row.answer.acceptance.add_round(num_accepted, len(committed))
+            row.answer.acceptance.add_round(num_accepted, len(committed), len(drafted))
     for row, feature in zip(rows, target.keep(counts), strict=True):
         row.features = feature
+
+
+def _verified(
+    proposal: Proposal, left: Sequence[int], verify_threshold: float, cost: RoundCost | None
+) -> Sequence[int]:
+    """Drafted tokens that each row has verified, at most as many as are left."""
+    confidence = proposal.confidence
+    if confidence is None or not (cost or verify_threshold):
+        return left
+    if cost is not None:
+        rows = [row[:n] for row, n in zip(confidence.tolist(), left, strict=True)]
+        return share_lengths(rows, cost.rounds_per_s)
+    return [min(n, cut) for n, cut in zip(left, cut_below(confidence, verify_threshold).tolist(), strict=True)]
 
 
 def _chosen(row: _Row, logits: Tensor) -> list[int]:
@@ -418,13 +530,17 @@ class Concurrency:
     """Plain and drafted decoding with so many prompts at a time; rates count prompts' time and all rows' tokens.
 
     Attributes:
-        mismatches, ties: Answers, of both ways, that differ from the one decoded alone; ties are rounding.
+        verified_per_round, acceptance_rate: Drafted tokens verified in a row's round, and the share of them accepted.
+        mismatches, ties: Answers, of both ways, that differ from the one decoded alone; ties are rounding. Drafted
+            answers whose drafts were drawn are not compared.
     """
 
     batch_size: int
     baseline_tok_per_s: float
     tok_per_s: float
     acceptance_length: float
+    verified_per_round: float
+    acceptance_rate: float
     mismatches: int
     ties: int
 
@@ -450,6 +566,8 @@ def measure_concurrency(
     stop_ids: Collection[int],
     sizes: Sequence[int],
     sampling: Sampling | None = None,
+    verify_threshold: float = 0.0,
+    verify: Literal["all", "auto"] = "all",
     on_size: Callable[[Concurrency], None] = lambda found: None,
 ) -> list[Concurrency]:
     """Decode all prompts at every number of rows, plainly and with drafts, and compare with the answers decoded alone.
@@ -460,27 +578,35 @@ def measure_concurrency(
     Args:
         alone: Asked how sure it is where answers differ.
         wanted: Answers decoded alone.
+        verify_threshold: As in `decode.speculative_decode`.
+        verify: ``auto``: rows share what is verified by its cost, measured before at every number of rows.
         on_size: Called after each number of rows.
+    Raises: ModelError if the drafter is asked how sure it is, and does not say.
     """
+    check_confidence(drafter, verify_threshold > 0 or verify == "auto")
     found = []
     side = BatchDrafter(drafter, target, block_size)
     ways = [None, side]
     for way in ways:
         decode_batch(target, way, prompts[: sizes[-1]], min(8, max_new_tokens), stop_ids, sizes[-1], sampling)
     for turn, size in enumerate(sizes):
+        cost = measure_rounds(target, side, prompts[:size]) if verify == "auto" else None
         runs: dict[bool, BatchRun] = {}
         for way in ways if turn % 2 == 0 else reversed(ways):
-            runs[way is None] = decode_batch(target, way, prompts, max_new_tokens, stop_ids, size, sampling)
+            rest = prompts, max_new_tokens, stop_ids, size, sampling, verify_threshold, cost
+            runs[way is None] = decode_batch(target, way, *rest)
         plain, drafted = runs[True], runs[False]
         total = Acceptance(side.num_predicted)
         differences: list[Difference] = []
         for number, prompt in enumerate(prompts):
-            draws = sampling and sampling.of_prompt(number)
+            draws = sampling and replace(sampling.of_prompt(number), drafts="greedy")
             total += drafted.answers[number].acceptance
-            for answer in (plain.answers[number], drafted.answers[number]):
+            compared = [plain.answers[number], *([] if draws_drafts(sampling) else [drafted.answers[number]])]
+            for answer in compared:
                 differences += compare(alone, prompt, wanted[number], answer, sampling=draws).differences
         ties = sum(difference.is_tie for difference in differences)
         rates = plain.tok_per_s, drafted.tok_per_s
-        found.append(Concurrency(size, *rates, total.length, len(differences) - ties, ties))
+        shares = total.length, total.verified_per_round, total.acceptance_rate
+        found.append(Concurrency(size, *rates, *shares, len(differences) - ties, ties))
         on_size(found[-1])
     return found

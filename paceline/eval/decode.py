@@ -24,11 +24,12 @@ import transformers
 from torch import Tensor, nn
 
 from paceline.dflash.acceptance import Acceptance
+from paceline.dflash.confidence import cut_below
 from paceline.errors import ModelError
 from paceline.eval.forwards import Forward, ModelForward, Tokens
 from paceline.eval.lean import LEAN, LeanForward, obstacle
 from paceline.eval.ngram import NgramDrafter
-from paceline.eval.sampling import SampledTarget, Sampling
+from paceline.eval.sampling import JudgingTarget, SampledTarget, Sampling, draws_drafts
 from paceline.eval.static import STATIC, StaticForward
 from paceline.eval.static import obstacle as static_obstacle
 from paceline.eval.static_draft import StaticDrafter
@@ -36,7 +37,7 @@ from paceline.eval.structure import difference
 from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import pack_head, pack_layers
-from paceline.models.draft import ContextKV, DFlashDrafter
+from paceline.models.draft import ContextKV, DFlashDrafter, Proposal
 from paceline.models.loading import TargetShape, load_causal_lm, read_shape
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class TargetSide(Protocol):
         """Start a sequence; the first token that follows it."""
 
     def verify(self, tokens: Tokens) -> Tokens:
-        """Append tokens; the token that the target says after each of them."""
+        """Append tokens; the token that the target says after each of them, up to the first that differs at least."""
 
     def keep(self, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` of the tokens just verified."""
@@ -204,7 +205,7 @@ def decode(
         if drafter:
             num_accepted = min(num_hits, len(committed))
             answer.num_accepted_tokens.append(num_accepted)
-            answer.acceptance.add_round(num_accepted, len(committed))
+            answer.acceptance.add_round(num_accepted, len(committed), len(drafted))
     return answer
 
 
@@ -262,8 +263,9 @@ class DeviceStopwatch(Stopwatch):
 
 
 def leading_hits(drafted: Sequence[int], following: Sequence[int]) -> int:
-    """How many drafted tokens the target would have said as well, before the first it would not."""
-    return next((i for i, token in enumerate(drafted) if token != following[i]), len(drafted))
+    """How many drafted tokens the target says as well, before the first it does not; one of its own stands behind."""
+    pairs = zip(drafted, following[:-1], strict=False)
+    return next((i for i, (token, said) in enumerate(pairs) if token != said), min(len(drafted), len(following) - 1))
 
 
 def until_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
@@ -321,32 +323,48 @@ def speculative_decode(
     block_size: int | None = None,
     dtype: torch.dtype | None = None,
     sampling: Sampling | None = None,
+    verify_threshold: float = 0.0,
 ) -> Decoded:
-    """Decoding with drafted blocks; the drafter proposes its most likely tokens, also where the target draws.
+    """Decoding with drafted blocks; the drafter proposes its most likely tokens, unless `sampling` has it draw.
 
     Args:
         block_size: Slots used, at most the trained K; None: all of them.
         dtype: Compute type of the drafter; another one than its weights' runs it under autocast, where norms
             stay float32. None: the weights' own.
         sampling: None decodes greedily.
-    Raises: ModelError if target and drafter do not fit together, or the answer may run past the target's positions.
+        verify_threshold: Drafted tokens are left out from the first on of which the drafter is less sure.
+    Raises: ModelError if target and drafter do not fit together, the answer may run past the target's positions, or
+        there is a threshold and the drafter does not say how sure it is.
     """
     target.check_length(len(prompt_ids), max_new_tokens)
+    check_confidence(drafter, verify_threshold > 0)
     capacity = len(prompt_ids) + max_new_tokens
     block_size = block_size or drafter.shape.block_size
     target.reserve(capacity, block_size + drafter.label_shift)
-    side: DraftSide
-    if target.device.type == "cuda" and dtype in (None, drafter.fc.weight.dtype):
-        side = target.static_side(drafter, block_size)
-        side.begin(capacity)
-    else:
-        side = ContextDrafter(drafter, target, capacity, block_size, dtype)
     watch = DeviceStopwatch() if target.device.type == "cuda" else None
-    return decode(_side(target, sampling), side, prompt_ids, max_new_tokens, stop_ids, watch)
+    rest = prompt_ids, max_new_tokens, stop_ids, watch
+    if target.device.type == "cuda" and dtype in (None, drafter.fc.weight.dtype) and not draws_drafts(sampling):
+        room = target.static_side(drafter, block_size)
+        room.begin(capacity, verify_threshold)
+        return decode(_side(target, sampling), room, *rest)
+    side = ContextDrafter(drafter, target, capacity, block_size, dtype, verify_threshold, sampling)
+    if draws_drafts(sampling):
+        return decode(JudgingTarget(target, sampling, side), side, *rest)
+    return decode(_side(target, sampling), side, *rest)
 
 
 def _side(target: CachedTarget, sampling: Sampling | None) -> TargetSide:
     return target if sampling is None else SampledTarget(target, sampling)
+
+
+def check_confidence(drafter: DFlashDrafter, is_needed: bool) -> None:
+    """Raises: ModelError if it is needed and the drafter does not say how sure it is of its tokens."""
+    if is_needed and not drafter.has_confidence:
+        raise ModelError(
+            "to leave drafted tokens unverified (a verify threshold above 0, or verify auto) takes a drafter with a "
+            f"confidence head; this one, of kind {drafter.shape.kind}, has none: verify all, or train one with "
+            "draft.kind=dspark"
+        )
 
 
 def check_fit(drafter: DFlashDrafter, target: TargetShape, layer_ids: Sequence[int]) -> None:
@@ -376,7 +394,12 @@ class ContextDrafter:
 
     The buffers hold the whole sequence from the start, so that a step allocates and copies nothing of the context; a
     block's own keys and values are never stored.
+
+    Attributes:
+        proposal: Of the last block, whole.
     """
+
+    proposal: Proposal
 
     def __init__(
         self,
@@ -385,9 +408,16 @@ class ContextDrafter:
         capacity: int,
         block_size: int,
         dtype: torch.dtype | None = None,
+        verify_threshold: float = 0.0,
+        sampling: Sampling | None = None,
     ) -> None:
-        """Reserve room for `capacity` context tokens. Raises: ModelError if the two do not fit together."""
+        """Reserve room for `capacity` context tokens; see `speculative_decode` for what else it may do.
+
+        Raises: ModelError if the two do not fit together.
+        """
         check_block(drafter, target, block_size)
+        self._threshold = verify_threshold
+        self._sampling = sampling if draws_drafts(sampling) else None
         shape = drafter.shape
         self.num_predicted = block_size - 1 + drafter.label_shift
         weights_dtype = drafter.fc.weight.dtype
@@ -414,7 +444,7 @@ class ContextDrafter:
         self._num_context = end
 
     def propose(self, anchor: int) -> list[int]:
-        """Draft the block that starts at `anchor`, the token right after the context."""
+        """Draft the block that starts at `anchor`, the token right after the context; those to be verified."""
         end, block_size = self._num_context, self._noise_ids.shape[1]
         self._noise_ids[0, 0] = anchor
         positions = torch.arange(end, end + block_size, device=self._device)[None]
@@ -422,7 +452,12 @@ class ContextDrafter:
         with self._autocast:
             noise = self._embed(self._noise_ids).to(self._dtype)
             hidden = self._drafter(noise, positions, context, BlockLayout.of_decode(end, block_size))
-            return self._drafter.propose(hidden, self._head, self._noise_ids[:, 0]).ids[0].tolist()
+            chance = self._sampling.chance(end, self.num_predicted, self._device) if self._sampling else None
+            self.proposal = self._drafter.propose(hidden, self._head, self._noise_ids[:, 0], chance)
+        ids, confidence = self.proposal.ids, self.proposal.confidence
+        if self._threshold and confidence is not None:
+            ids = ids[:, : int(cut_below(confidence, self._threshold)[0])]
+        return ids[0].tolist()
 
 
 class CachedTarget:

@@ -1,4 +1,4 @@
-"""A drafter in the package `speculators` and in our decoder, compared layer by layer."""
+"""A drafter in the package `speculators` and in our decoder, compared layer by layer, and by what it drafts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from paceline.dflash.blocks import make_noise_blocks
 from paceline.errors import ConfigError, ServerError, printable
 from paceline.eval import speculators_program
 from paceline.eval.parity import LayerParity, kind_of
+from paceline.kernels.linear_cross_entropy import Head
 from paceline.models.draft import DFlashDrafter
-from paceline.models.states import Blocks, anchors_at, decode_states, row_of
+from paceline.models.states import FINAL, Blocks, anchors_at, decode_states, row_of
 from paceline.models.target import Target
 
 PROGRAM = Path(speculators_program.__file__)
 NUM_TOKENS = 24
 ANCHORS = [5, 9, 17]
+HEADS = {"drafts": "best scores less ours, of the largest", "confidence": "of each drafted token"}
+"""What is compared behind the layers, in words."""
 TOLERANCE = 1e-4
 """Largest difference over the largest value, in float32."""
 
@@ -36,8 +39,10 @@ class SpeculatorsCheck:
 
     Attributes:
         loading: Tensors that its loader misses, does not know, or finds of another shape, by these kinds.
-        layers: Its states against those of our decode path; empty for sliding layers whose window is shorter than the
-            blocks' context here: its mask counts from the anchor for every slot, while engines count from the slot.
+        layers: Its states against those of our decode path, and for a kind that drafts by more than the head's logits
+            also ``drafts``: by how much its best scores lie above those of the tokens that we draft, and
+            ``confidence``. Empty for sliding layers whose window is shorter than the blocks' context here: its mask
+            counts from the anchor for every slot, while engines count from the slot.
     """
 
     version: str
@@ -62,7 +67,7 @@ def check_with_speculators(
 
     Args:
         drafter: The folder as this project reads it.
-        target: Its embedding is used; the package finds the same one by the name that the folder has.
+        target: Its embedding and head are used; the package finds the same ones by the name that the folder has.
     Raises: ServerError, with the end of what the package said, if it stops or takes too long.
     """
     shape = drafter.shape
@@ -74,10 +79,18 @@ def check_with_speculators(
     noise_ids = make_noise_blocks(input_ids, anchors, shape.block_size, shape.mask_token_id)
     with torch.no_grad():
         noise = target.embed(noise_ids.to(target.device)).float().cpu()
-    ours = decode_states(own, Blocks(row_of([input_ids]), anchors, noise, features))
+    ours, given = decode_states(own, Blocks(row_of([input_ids]), anchors, noise, features)), {}
+    if drafter.own_modules:
+        head = Head(target.head.weight.float().cpu(), target.head.softcap, target.head.scale)
+        with torch.no_grad():
+            proposal = own.propose(ours[FINAL], head, input_ids[anchors.positions])
+        given = {"drafts": proposal.ids}
+        ours |= {"drafts": torch.zeros(proposal.ids.shape)}
+        if proposal.confidence is not None:
+            ours |= {"confidence": proposal.confidence}
     with tempfile.TemporaryDirectory(prefix="paceline-speculators-") as place:
         blocks, out = Path(place) / "blocks.safetensors", Path(place) / "out.safetensors"
-        save_file({"input_ids": input_ids, "features": features, "anchors": anchors.positions}, blocks)
+        save_file({"input_ids": input_ids, "features": features, "anchors": anchors.positions, **given}, blocks)
         _run(
             [str(python or sys.executable), str(PROGRAM), str(folder.resolve()), str(blocks), str(out)],
             python,
@@ -92,8 +105,10 @@ def check_with_speculators(
     for name, found in sorted(theirs.items()):
         wanted = ours[name]
         seen = found[:, -wanted.shape[1] :]  # our last layer leaves out the slot that predicts nothing
-        difference = float((seen - wanted).abs().max() / wanted.abs().max())
-        layers.append(LayerParity(f"{name}", f"speculators: {kind_of(shape, name)}", difference, TOLERANCE))
+        scale = 1.0 if name in HEADS else float(wanted.abs().max())
+        difference = float((seen - wanted).abs().max()) / scale
+        what = HEADS.get(name) or kind_of(shape, name)
+        layers.append(LayerParity(name, f"speculators: {what}", difference, TOLERANCE))
     return SpeculatorsCheck(said["version"], json.loads(said["loading"]), layers)
 
 

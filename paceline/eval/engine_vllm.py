@@ -31,7 +31,7 @@ from paceline.errors import ConfigError, ModelError, ServerError, printable
 from paceline.eval import vllm_program
 from paceline.eval.decode import CachedTarget, Decoded, check_fit, speculative_decode
 from paceline.models.draft import DFlashDrafter
-from paceline.models.engine_limits import VLLM_CPU_HEAD_DIMS
+from paceline.models.engine_limits import VLLM_CPU_HEAD_DIMS, VLLM_MARKOV_HEADS, VLLM_METHODS, VLLM_V2_KINDS
 from paceline.models.loading import read_shape
 
 PROGRAM = Path(vllm_program.__file__)
@@ -153,6 +153,7 @@ class Vllm:
         *,
         num_speculative_tokens: int,
         max_new_tokens: int,
+        method: str = "dflash",
         dtype: str = "float32",
         timeout_s: float = 600,
     ) -> VllmPass:
@@ -160,6 +161,7 @@ class Vllm:
 
         Args:
             draft: None decodes without speculation.
+            method: vLLM's name of the drafter's kind.
         Raises: ServerError, with the end of vLLM's log, if it stops or takes longer than `timeout_s`.
         """
         with tempfile.TemporaryDirectory(prefix="paceline-vllm-") as place:
@@ -167,6 +169,7 @@ class Vllm:
             content = {
                 "target": str(target.resolve()),
                 "draft": None if draft is None else str(draft.resolve()),
+                "method": method,
                 "num_speculative_tokens": num_speculative_tokens,
                 "prompts": [list(prompt) for prompt in prompts],
                 "max_new_tokens": max_new_tokens,
@@ -260,6 +263,7 @@ def check_all_with_vllm(
             draft,
             prompts,
             num_speculative_tokens=drafter.num_predicted,
+            method=VLLM_METHODS[drafter.shape.kind],
             max_new_tokens=max_new_tokens,
             dtype=dtype,
             timeout_s=timeout_s,
@@ -272,10 +276,19 @@ def check_all_with_vllm(
 def check_servable(drafter: DFlashDrafter, target: Path, engine: Vllm) -> None:
     """What vLLM would refuse late, in words of its own, or misread. Raises: ModelError."""
     shape = drafter.shape
-    if shape.kind != "dflash":
-        raise ModelError(f"vLLM would read a drafter of draft.kind={shape.kind} as dflash, which it is not")
+    head = shape.options.get("markov_head_type")
+    if head is not None and head not in VLLM_MARKOV_HEADS:
+        raise ModelError(
+            f"vLLM {engine.version} has no place for markov_head_type={head} and refuses the folder's tensors: train "
+            f"with markov_head_type={VLLM_MARKOV_HEADS[0]}, or serve it with SGLang"
+        )
     if not engine.on_cpu:
         return
+    if shape.kind in VLLM_V2_KINDS:
+        raise ModelError(
+            f"vLLM {engine.version} on a CPU refuses a drafter of draft.kind={shape.kind} (only its second model "
+            "runner, which needs Triton, drafts with it): check it on a GPU, or with `--engine speculators`"
+        )
     if len(kinds := set(shape.layer_types)) > 1:
         raise ModelError(
             f"vLLM {engine.version} on a CPU refuses a mixture of layer types, {' and '.join(sorted(kinds))} in one "

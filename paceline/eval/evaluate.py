@@ -22,7 +22,14 @@ from paceline.data.inputs import Input, open_inputs, read_records
 from paceline.data.templates import template_options
 from paceline.dflash.acceptance import Acceptance
 from paceline.errors import DataError
-from paceline.eval.decode import CachedTarget, Decoded, ngram_decode, plain_decode, speculative_decode
+from paceline.eval.decode import (
+    CachedTarget,
+    Decoded,
+    check_confidence,
+    ngram_decode,
+    plain_decode,
+    speculative_decode,
+)
 from paceline.eval.measures import (
     INTERVAL_RULE,
     Estimate,
@@ -31,12 +38,19 @@ from paceline.eval.measures import (
     context_buckets,
     first_token_s,
 )
-from paceline.eval.sampling import Sampling
+from paceline.eval.sampling import Sampling, draws_drafts
 from paceline.kernels.packed_linear import PackedLinear, pack_layers
 from paceline.models.draft import DFlashDrafter
 
 ACCEPTANCE_RULE = (
     "tokens committed / target forwards, pooled over all rounds of all prompts; bonus token in, prefill out"
+)
+
+TOKEN_BY_TOKEN = "every answer has to be the plain one, token for token"
+
+IN_DISTRIBUTION = (
+    "lossless in distribution: the drafter draws its tokens, so that a drafted answer is another draw than the plain "
+    "one and is not compared with it"
 )
 
 TIE_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}
@@ -109,6 +123,7 @@ class Evaluation:
         num_predicted: Tokens drafted at most in a round.
         has_ngram: Whether n-gram drafting was run.
         sampling: How tokens were drawn; None: greedily.
+        verify_threshold: Confidence below which drafted tokens were not verified.
     """
 
     max_new_tokens: int
@@ -117,6 +132,7 @@ class Evaluation:
     has_ngram: bool = False
     results: list[PromptResult] = field(default_factory=list)
     sampling: Sampling | None = None
+    verify_threshold: float = 0.0
 
     def ended(self) -> Evaluation:
         """The same over the answers that a stop token ended: others may be loops, which are easy to draft."""
@@ -159,8 +175,13 @@ class Evaluation:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every answer is the plain one, token for token."""
+        """Whether every answer that is compared with the plain one is the same, token for token."""
         return not any(result.differences for result in self.results)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the drafter's answers are compared with the plain ones; not where it draws, see `compare`."""
+        return not draws_drafts(self.sampling)
 
     @property
     def tok_per_s(self) -> float:
@@ -187,9 +208,12 @@ class Evaluation:
 
         Rates are generated tokens over wall seconds, prefill included; those with ``decode`` leave out the prefill and
         the token that it makes. `accepted_counts` are rounds by drafted tokens accepted, from 0 on; `by_context` are
-        `measures.Bucket`. Fractions are of the speculative wall time; the rest is prefill. `first_mismatches` lists
-        prompt number, which answer it is, position in it, and the target's top-2 logit gap there. Keys with ``ngram``
-        are there only if that was run; `speedup_over_ngram` is speculative over n-gram tokens per second.
+        `measures.Bucket`. Fractions of drafting and verifying are of the speculative wall time; the rest is prefill.
+        `verified_frac` is the share of drafted tokens that were verified, `acceptance_rate` of verified ones that were
+        accepted. `lossless` is None where nothing speaks against it and drafted answers are not compared.
+        `first_mismatches` lists prompt number, which answer it is, position in it, and the target's top-2 logit gap
+        there. Keys with ``ngram`` are there only if that was run; `speedup_over_ngram` is speculative over n-gram
+        tokens per second.
         """
         plain, speculative = [r.plain for r in self.results], [r.speculative for r in self.results]
         seconds = sum(answer.seconds for answer in speculative)
@@ -209,6 +233,8 @@ class Evaluation:
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.sampling.temperature if self.sampling else 0.0,
             **({"seed": self.sampling.seed} if self.sampling else {}),
+            "draft_sampling": self.sampling.drafts if self.sampling else "greedy",
+            "verify_threshold": self.verify_threshold,
             "acceptance_length": acceptance.length,
             "acceptance_length_error": estimate.error if estimate else None,
             "acceptance_length_interval": [estimate.low, estimate.high] if estimate else None,
@@ -218,6 +244,9 @@ class Evaluation:
             "accepted_counts": accepted_counts(speculative, self.num_predicted),
             "by_context": [bucket.as_dict() for bucket in context_buckets(plain, speculative)],
             "rounds": acceptance.rounds,
+            "verified_per_round": acceptance.verified_per_round,
+            "verified_frac": acceptance.verified_frac,
+            "acceptance_rate": acceptance.acceptance_rate,
             "generated_tokens": sum(len(answer.tokens) for answer in speculative),
             "ended_by_stop": len(self.results) - self.num_not_ended,
             "loops": self.num_loops,
@@ -231,7 +260,8 @@ class Evaluation:
             "speculative_decode_tok_per_s": _decode_tok_per_s(speculative),
             "draft_frac": _ratio(sum(answer.draft_s for answer in speculative), seconds),
             "verify_frac": _ratio(sum(answer.verify_s for answer in speculative), seconds),
-            "lossless": self.is_lossless,
+            "lossless": self.is_lossless if self.is_compared or not self.is_lossless else None,
+            "lossless_rule": TOKEN_BY_TOKEN if self.is_compared else IN_DISTRIBUTION,
             "mismatches": self.num_mismatches,
             "ties": self.num_ties,
             "first_mismatches": [
@@ -278,6 +308,7 @@ def evaluate(
     dtype: torch.dtype | None = None,
     ngram: bool = True,
     sampling: Sampling | None = None,
+    verify_threshold: float = 0.0,
     on_prompt: Callable[[PromptResult, Evaluation], None] = lambda result, so_far: None,
 ) -> Evaluation:
     """Decode every prompt plainly, with n-gram drafts and with the drafter; see `evaluate_blocks`.
@@ -296,6 +327,7 @@ def evaluate(
         dtype=dtype,
         ngram=ngram,
         sampling=sampling,
+        verify_threshold=verify_threshold,
         on_prompt=on_prompt,
     )
     return evaluations[block_size]
@@ -312,6 +344,7 @@ def evaluate_blocks(
     dtype: torch.dtype | None = None,
     ngram: bool = True,
     sampling: Sampling | None = None,
+    verify_threshold: float = 0.0,
     on_prompt: Callable[[PromptResult, Evaluation], None] = lambda result, so_far: None,
 ) -> dict[int, Evaluation]:
     """Decode every prompt plainly, with n-gram drafts, and with the drafter in blocks of every size.
@@ -325,10 +358,13 @@ def evaluate_blocks(
         dtype: As in `speculative_decode`.
         ngram: Whether to run n-gram drafting, which then drafts as many tokens at most as the largest block.
         sampling: How tokens are drawn, with draws of its own for every prompt; None decodes greedily.
+        verify_threshold: As in `speculative_decode`.
         on_prompt: Called after each prompt with the result of the largest block and all such results so far.
     Returns: by block size, ascending; plain and n-gram answers are the same ones in all.
-    Raises: ModelError if target and drafter do not fit together, or a prompt is too long.
+    Raises: ModelError if target and drafter do not fit together, a prompt is too long, or the drafter knows no
+        confidence that a threshold could be asked of.
     """
+    check_confidence(drafter, verify_threshold > 0)
     for prompt in prompts:  # rather than after the others have run
         target.check_length(len(prompt), max_new_tokens)
     if dtype in (None, torch.float32):
@@ -345,10 +381,13 @@ def evaluate_blocks(
         del ways["ngram"]
     for size in sizes:
         ways[size] = lambda prompt, limit, draws, size=size: speculative_decode(  # type: ignore[misc]
-            target, drafter, prompt, limit, stop_ids, size, dtype, draws
+            target, drafter, prompt, limit, stop_ids, size, dtype, draws, verify_threshold
         )
     totals = {
-        size: Evaluation(max_new_tokens, size, predicted[size], has_ngram=ngram, sampling=sampling) for size in sizes
+        size: Evaluation(
+            max_new_tokens, size, predicted[size], ngram, sampling=sampling, verify_threshold=verify_threshold
+        )
+        for size in sizes
     }
     order = list(ways)
     target.reserve(max(map(len, prompts), default=0) + max_new_tokens, largest + drafter.label_shift)
@@ -374,10 +413,13 @@ def compare(
     ngram: Decoded | None = None,
     sampling: Sampling | None = None,
 ) -> PromptResult:
-    """Compare answers with the plain one, token by token; at a difference, ask the target how sure it is there."""
+    """Compare answers with the plain one, token by token; at a difference, ask the target how sure it is there.
+
+    A speculative answer whose drafts were drawn is another draw than the plain one, and is not compared.
+    """
     differences = []
     named: list[tuple[Literal["speculative", "ngram"], Decoded | None]] = [
-        ("speculative", speculative),
+        ("speculative", None if draws_drafts(sampling) else speculative),
         ("ngram", ngram),
     ]
     for name, answer in named:

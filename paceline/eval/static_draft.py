@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.dflash.confidence import cut_below
 from paceline.dflash.mask import block_visible, context_visible
 from paceline.kernels.attention import Visibility
 from paceline.kernels.compiled import run_compiled_any_size
@@ -42,6 +43,7 @@ class StaticDrafter:
         self._run: Call = _run if is_on_gpu else call
         self._round = GraphRunner(self._launch, "a drafter's round", "on" if is_on_gpu else "off")
         self._capacity = self._num_context = self._num_new = 0
+        self._threshold = 0.0
         with torch.inference_mode(False):
             self._ids = torch.full((1, block_size), drafter.shape.mask_token_id, device=self._device)
             self._start, self._base = (torch.zeros((), dtype=torch.int64, device=self._device) for _ in range(2))
@@ -50,12 +52,17 @@ class StaticDrafter:
             self._features = torch.zeros(size, dtype=self._dtype, device=self._device)
 
     @torch.inference_mode()
-    def begin(self, num_positions: int) -> None:
-        """Start a sequence of at most so many positions; graphs are recorded here where room has to be made."""
+    def begin(self, num_positions: int, verify_threshold: float = 0.0) -> None:
+        """Start a sequence of at most so many positions; graphs are recorded here where room has to be made.
+
+        Args:
+            verify_threshold: Above 0 the host waits in every round for how many tokens are to be verified.
+        """
         capacity = bucket_of(num_positions + self._block_size)
         if capacity > self._capacity:
             self._make_room(capacity)
         self._num_context = self._num_new = 0
+        self._threshold = verify_threshold
 
     def extend(self, tokens: Sequence[int], features: Callable[[], Tensor]) -> None:
         """Take the context's next features ``[n, L*D]``; few of them are written with the next block."""
@@ -69,7 +76,10 @@ class StaticDrafter:
         self._num_context += num_tokens
 
     def propose(self, anchor: int) -> Tensor:
-        """Draft the block that starts at `anchor`, right after the context: int64 ``[J]``, until the next call."""
+        """Draft the block that starts at `anchor`, right after the context; those to be verified.
+
+        Returns: int64 ``[J]``, or fewer with a threshold; until the next call.
+        """
         end = self._num_context
         self._ids[0, :1].fill_(anchor)
         self._start.fill_(end)
@@ -77,7 +87,9 @@ class StaticDrafter:
         self._num_new = 0
         bucket = bucket_of(end + self._block_size)
         self._round(bucket)
-        return self._drafted
+        if not self._threshold:
+            return self._drafted
+        return self._drafted[: int(cut_below(self._confidence[None], self._threshold)[0])]
 
     def _write_new(self) -> None:
         if self._num_new:
@@ -102,7 +114,10 @@ class StaticDrafter:
         noise = self._embed(self._ids).to(self._dtype)
         layout = _RoomLayout(self._start, positions, bucket)
         hidden = self._drafter(noise, positions[None], room, layout, _attend, self._run)
-        self._drafted.copy_(self._drafter.propose(hidden, self._head, self._ids[:, 0]).ids[0])
+        proposal = self._drafter.propose(hidden, self._head, self._ids[:, 0])
+        self._drafted.copy_(proposal.ids[0])
+        if proposal.confidence is not None:
+            self._confidence.copy_(proposal.confidence[0])
 
     def _make_room(self, capacity: int) -> None:
         shape = self._drafter.shape
@@ -110,6 +125,7 @@ class StaticDrafter:
         with torch.inference_mode(False):  # room made in that mode could not be written outside it
             self._keys, self._values = torch.zeros(size, dtype=self._dtype, device=self._device)
             self._drafted = torch.zeros(self.num_predicted, dtype=torch.int64, device=self._device)
+            self._confidence = torch.ones(self.num_predicted, device=self._device)
         self._capacity = capacity
         if self._device.type != "cuda":
             return

@@ -3,9 +3,9 @@
     python vllm_program.py --version      {"version": "0.32.0", "cpu": true}, or {"version": null, ...} without vLLM
     python vllm_program.py JOB.json       decodes what the job says, and writes what came out
 
-A job is an object with `target`, `draft` (null: no speculation), `num_speculative_tokens`, `prompts` (token ids),
-`max_new_tokens`, `max_model_len`, `dtype`, and `out`, the file to write. A process decodes once, as vLLM keeps global
-state, and ends when its standard input does, so that it never outlives whoever started it.
+A job is an object with `target`, `draft` (null: no speculation), `method`, `num_speculative_tokens`, `prompts` (token
+ids), `max_new_tokens`, `max_model_len`, `dtype`, and `out`, the file to write. A process decodes once, as vLLM keeps
+global state, and ends when its standard input does, so that it never outlives whoever started it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     }
     if job["draft"] is not None:
         options["speculative_config"] = {
-            "method": "dflash",
+            "method": job["method"],
             "model": job["draft"],
             "num_speculative_tokens": job["num_speculative_tokens"],
         }

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from paceline.dflash.blocks import BlockTargets
 from paceline.dflash.convolution import block_conv
 from paceline.dflash.selector import candidate_scores, walk_candidates
+from paceline.dflash.speculative import Chance
 from paceline.errors import ConfigError
 from paceline.kernels.attention import Visibility
 from paceline.kernels.linear_cross_entropy import Candidates, Head
@@ -229,12 +230,13 @@ class DFlash2Drafter(DFlashDrafter):
         scores = self.candidate_selector.scores(candidates, hidden, previous)
         return candidates.ids.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
 
-    def propose(self, hidden: Tensor, head: Head, anchors: Tensor) -> Proposal:
-        """Walk over the candidates from the anchor, greedily."""
+    def propose(self, hidden: Tensor, head: Head, anchors: Tensor, chance: Chance | None = None) -> Proposal:
+        """Walk over the candidates from the anchor."""
         selector = self.candidate_selector
         logits, ids = self._candidates(hidden, head)
         books = selector.predecessor_codebook, selector.successor_codebook
-        return Proposal(walk_candidates(logits, ids, selector.hidden_projection(hidden), anchors, *books))
+        taken, probs = walk_candidates(logits, ids, selector.hidden_projection(hidden), anchors, *books, chance)
+        return Proposal(taken, probs=probs, prob_ids=None if probs is None else ids)
 
     def _candidates(self, hidden: Tensor, head: Head) -> Candidates:
         return Candidates(*head.logits(hidden.to(head.weight.dtype)).topk(self._num_candidates, dim=-1))

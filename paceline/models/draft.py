@@ -26,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from paceline.config import default_gamma
 from paceline.dflash.anchors import Anchors
 from paceline.dflash.blocks import BlockTargets, block_labels, decay_weights, previous_tokens
+from paceline.dflash.speculative import Chance
 from paceline.errors import ConfigError, ModelError
 from paceline.kernels.attention import Visibility, attend_per_document
 from paceline.kernels.linear_cross_entropy import CHUNK_BYTES, DPace, Head, weighted_linear_cross_entropy
@@ -95,10 +96,14 @@ class Proposal(NamedTuple):
     Attributes:
         ids: int64 ``[R, J]``, the target's ids.
         confidence: float32 ``[R, J]``, of kinds that have it: see `dflash.confidence`.
+        probs: float32 ``[R, J, C]``, what each was drawn from, given those before it; None: the likeliest was taken.
+        prob_ids: int64 ``[R, J, C]``, the target's ids of these; None: all of its tokens.
     """
 
     ids: Tensor
     confidence: Tensor | None = None
+    probs: Tensor | None = None
+    prob_ids: Tensor | None = None
 
 
 class Layout(Protocol):
@@ -602,13 +607,22 @@ class DFlashDrafter(nn.Module):
         del previous
         return self._to_target(head.logits(hidden.to(head.weight.dtype)).argmax(-1))
 
-    def propose(self, hidden: Tensor, head: Head, anchors: Tensor) -> Proposal:
-        """Drafted tokens of blocks, greedily; the host does not wait for the device.
+    def propose(self, hidden: Tensor, head: Head, anchors: Tensor, chance: Chance | None = None) -> Proposal:
+        """Drafted tokens of blocks; the host does not wait for the device.
 
         Args:
             hidden: ``[R, J, D]`` from `forward`.
             head: From `own_head`.
             anchors: int64 ``[R]``, the tokens in slot 0; unused here.
+            chance: None: the likeliest are taken, greedily.
         """
         del anchors
-        return Proposal(self._to_target(head.logits(hidden.to(head.weight.dtype)).argmax(-1)))
+        logits = head.logits(hidden.to(head.weight.dtype))
+        if chance is None:
+            return Proposal(self._to_target(logits.argmax(-1)))
+        drawn, probs = zip(*(chance.draw(logits[:, j], j) for j in range(logits.shape[1])), strict=True)
+        ids, all_probs = torch.stack(drawn, dim=1), torch.stack(probs, dim=1)
+        if self.d2t is None:
+            return Proposal(ids, probs=all_probs)
+        own = self._to_target(torch.arange(all_probs.shape[-1], device=ids.device))
+        return Proposal(self._to_target(ids), probs=all_probs, prob_ids=own.expand_as(all_probs))

@@ -17,6 +17,7 @@ from paceline.config import default_gamma
 from paceline.dflash.anchors import Anchors
 from paceline.dflash.blocks import BlockTargets
 from paceline.dflash.markov import gated, recurrent
+from paceline.dflash.speculative import Chance
 from paceline.errors import ConfigError
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.linear_mixed_loss import Bias, Mix
@@ -172,17 +173,23 @@ class DSparkDrafter(DFlashDrafter):
         factors = self.markov_head.factors(hidden, embedded)
         return (head.logits(hidden.to(head.weight.dtype)) + self.markov_head.markov_w2(factors).float()).argmax(-1)
 
-    def propose(self, hidden: Tensor, head: Head, anchors: Tensor) -> Proposal:
-        """Slot after slot the best token after the one just taken; and how sure the head is of each, before it."""
-        ids, logits, previous = [], [], anchors
+    def propose(self, hidden: Tensor, head: Head, anchors: Tensor, chance: Chance | None = None) -> Proposal:
+        """Slot after slot the token after the one just taken; and how sure the head is of each, before it is known."""
+        ids, confidence, drawn_from, previous = list[Tensor](), list[Tensor](), list[Tensor](), anchors
         unbiased = head.logits(hidden.to(head.weight.dtype))  # [R, J, V]
         state: Tensor | None = None
         for j in range(hidden.shape[1]):
             embedded = self.markov_head.markov_w1(previous)
             state = self.markov_head.start(embedded) if state is None else state
             factor, state = self.markov_head.step(state, hidden[:, j], embedded)
-            previous = (unbiased[:, j] + self.markov_head.markov_w2(factor).float()).argmax(-1)
+            logits = unbiased[:, j] + self.markov_head.markov_w2(factor).float()
+            if chance is None:
+                previous = logits.argmax(-1)
+            else:
+                previous, probs = chance.draw(logits, j)
+                drawn_from.append(probs)
             ids.append(previous)
             if self.confidence_head is not None:
-                logits.append(self.confidence_head(hidden[:, j], embedded))
-        return Proposal(torch.stack(ids, dim=1), torch.stack(logits, dim=1).sigmoid() if logits else None)
+                confidence.append(self.confidence_head(hidden[:, j], embedded).sigmoid())
+        found = (torch.stack(each, dim=1) if each else None for each in (confidence, drawn_from))
+        return Proposal(torch.stack(ids, dim=1), *found)

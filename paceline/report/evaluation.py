@@ -42,6 +42,15 @@ Tokens are drawn from the target's whole distribution at this temperature. Draft
 accepted with the probability that the target gives them. Plain and drafted decoding share the noise that draws each
 position, so that a drafted answer has to be the plain one here as well, token for token."""
 
+DRAWN_DRAFTS = """\
+Tokens are drawn from the target's whole distribution at this temperature. The drafter draws its drafts too; the target
+accepts each with the probability that keeps its own distribution. A drafted answer is another draw than the plain one,
+so that the two cannot be compared token by token."""
+
+LEFT_OUT = """\
+Drafted tokens of which the drafter is not sure enough are left out before the target sees them; that changes speed and
+lengths, and not what is said."""
+
 ABOUT_DIFFERENCES = """\
 Where two answers first differ, the target is asked how far its two best tokens are apart: within rounding the
 difference is a tie, as verifying several tokens and decoding one add up in another order; else it is a fault."""
@@ -149,6 +158,8 @@ def _verdict(record: Record) -> tuple[object, str, object]:
     lossless = record.get("lossless")
     if lossless is True:
         return "yes", "lossless", "every answer is the plain one, token for token"
+    if lossless is None and _draws_drafts(record):
+        return "drawn", "lossless in distribution", "by its rule: drafts are drawn, so that answers cannot be compared"
     if lossless is None:
         return MISSING, "lossless", "answers were not compared"
     mismatches = record.get("mismatches")
@@ -202,7 +213,19 @@ def _acceptance(record: Record) -> list[Html]:
             if shares
             else "",
         )
-    ] * bool(positions or shares)
+    ] * bool(positions or shares) + _verified(record)
+
+
+def _verified(record: Record) -> list[Html]:
+    threshold = record.get("verify_threshold")
+    if not is_number(threshold) or not threshold:
+        return []
+    said = (
+        f"Verified were {_num(record, 'verified_per_round', 2)} drafted tokens a round, "
+        f"{percent(record.get('verified_frac'))} of all: those before the first of which the drafter is sure to less "
+        f"than {number(threshold, 2)}. Of the verified ones {percent(record.get('acceptance_rate'))} were accepted."
+    )
+    return [tag("p", said)]
 
 
 # How fast
@@ -287,7 +310,8 @@ def _concurrency(record: Record) -> list[Html]:
             _num(row, "baseline_tok_per_s", 1),
             _num(row, "tok_per_s", 1),
             times(row.get("speedup")),
-            _num(row, "acceptance_length", 2),
+            _num(row, "acceptance_length", 2)
+            + (f" ({_num(row, 'verified_per_round', 1)} verified)" if _leaves_unverified(record) else ""),
             f"{_num(row, 'mismatches')} / {_num(row, 'ties')}",
         )
         for row in _records(record, "concurrency")
@@ -298,6 +322,8 @@ def _concurrency(record: Record) -> list[Html]:
     caption = "Tokens a second of all prompts together, the last ones alone in their batch included"
     if all(row.get("mismatches") is None for row in _records(record, "concurrency")):
         said = "Answers were not compared with those decoded alone."
+    elif _draws_drafts(record):
+        said = "Every plain answer was compared with the one decoded alone; drafted ones are drawn anew."
     else:
         said = "Every answer was compared with the one decoded alone."
     return [tag("p", said), table(head, rows, caption)]
@@ -323,7 +349,9 @@ def _differences(record: Record) -> list[Html]:
 
 def _reading(record: Record) -> Html:
     is_drawn = is_number(record.get("temperature")) and record["temperature"] > 0
-    how = [DRAWN if is_drawn else GREEDY]
+    how = [DRAWN_DRAFTS if _draws_drafts(record) else DRAWN if is_drawn else GREEDY]
+    if _leaves_unverified(record):
+        how.append(LEFT_OUT)
     if _is_served(record):
         how = [SERVED, SERVED_DRAWN if is_drawn else SERVED_GREEDY]
     missing = part_of(record, "not_measured")
@@ -369,6 +397,15 @@ def _settings(record: Record) -> Html:
             "Versions": ", ".join(f"{name} {_text(versions, name)}" for name in versions) or MISSING,
         }
     )
+
+
+def _draws_drafts(record: Record) -> bool:
+    return record.get("draft_sampling") == "sampled"
+
+
+def _leaves_unverified(record: Record) -> bool:
+    threshold = record.get("verify_threshold")
+    return (is_number(threshold) and threshold > 0) or record.get("verify") == "auto"
 
 
 def _is_served(record: Record) -> bool:

@@ -68,12 +68,34 @@ def test_full_acceptance_is_the_block_size() -> None:
     assert walk([0] * 12, 3).length == 1.0
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.booleans(), min_size=4, max_size=4)), max_size=12))
+def test_what_was_not_verified_was_not_reached(rounds: list[tuple[int, list[bool]]]) -> None:
+    """Of rounds that verify the first few drafts each slot counts where the target looked at it, played one by one."""
+    total, looked, hits, given_to_target = Acceptance(4), [0] * 4, [0] * 4, 0
+    for num_verified, right in rounds:
+        num_accepted = 0
+        for j in range(num_verified):
+            looked[j] += 1
+            if not right[j]:
+                break
+            hits[j] += 1
+            num_accepted += 1
+        given_to_target += num_verified
+        total.add_round(num_accepted, num_accepted + 1, num_verified)
+    assert (total.reached, total.accepted, total.verified) == (looked, hits, given_to_target)
+    assert total.verified_per_round == (given_to_target / len(rounds) if rounds else 0.0)
+    assert total.verified_frac == (given_to_target / len(rounds) / 4 if rounds else 0.0)
+    assert total.acceptance_rate == (sum(hits) / given_to_target if given_to_target else 0.0)
+
+
 def test_counts_add_up() -> None:
     """Answers are summed first and divided last."""
     total = walk([2, 0, 0], 2)
     total += walk([0, 0, 0, 0], 2)
     assert (total.rounds, total.committed, total.length) == (5, 7, 7 / 5)
     assert total.reached == [5, 1] and total.accepted == [1, 1]
+    assert total.verified == 2 + (2 + 2 + 2 + 1)  # the last rounds have fewer tokens left
 
 
 def test_separate_counts_do_not_share_lists() -> None:

@@ -9,6 +9,7 @@ from paceline.dflash.blocks import block_labels, block_positions, make_noise_blo
 from paceline.eval.decode import CachedTarget, plain_decode
 from paceline.kernels.attention import BlockLayout
 from paceline.models.draft import DFlashDrafter
+from paceline.models.kinds import drafter_class
 from paceline.models.loading import read_shape
 from paceline.models.target import Target
 from tests import tiny
@@ -24,15 +25,22 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, tiny.VOCAB - 8, (n,), generator=generator).tolist() for n in (1, 4, 7, 12)]
 
 
-def new_drafter(target_folder: str, **fields: object) -> DFlashDrafter:
-    """An untrained drafter for a target; other fields of its shape as keywords."""
+def new_drafter(target_folder: str, kind: str = "dflash", **fields: object) -> DFlashDrafter:
+    """An untrained drafter for a target; other fields of its shape as keywords.
+
+    What a kind adds is random, and small enough for what the rest learns to show.
+    """
     fields = {"num_target_layers": read_shape(target_folder).num_layers, "block_size": 5, **fields}
     torch.manual_seed(1)
-    return DFlashDrafter(tiny.draft_shape(**fields))
+    drafter = drafter_class(kind)(tiny.shape_of_kind(kind, **fields))
+    for name, parameter in drafter.named_parameters():
+        if not {"candidate_selector", "markov_head", "confidence_head"}.isdisjoint(name.split(".")):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
 
 
 def train(drafter: DFlashDrafter, target_folder: str, num_steps: int = 40) -> DFlashDrafter:
-    """Teach a drafter the target's answers to `prompts`."""
+    """Teach a drafter the target's answers to `prompts`, each slot by itself."""
     decoder, target = CachedTarget.load(target_folder, LAYER_IDS), Target.load(target_folder, layer_ids=LAYER_IDS)
     block_size, mask_token_id = drafter.shape.block_size, drafter.shape.mask_token_id
     documents = []
@@ -44,7 +52,7 @@ def train(drafter: DFlashDrafter, target_folder: str, num_steps: int = 40) -> DF
         ids, mask, feature = documents[step % len(documents)]
         document, order = torch.zeros_like(ids), torch.arange(len(ids))
         anchors = make_anchors(eligible_positions(mask, document).nonzero().flatten())
-        labels, valid = block_labels(ids, mask, document, anchors, block_size)
+        labels, valid = block_labels(ids, mask, document, anchors, block_size, drafter.label_shift)
         hidden = drafter(
             target.embed(make_noise_blocks(ids, anchors, block_size, mask_token_id)),
             block_positions(anchors, order, block_size),

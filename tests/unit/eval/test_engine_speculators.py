@@ -40,6 +40,27 @@ def test_other_states_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         check_with_speculators(tmp_path, tiny.drafter(), target)
 
 
+def test_drafts_are_compared_where_a_kind_has_more_than_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program gets the tokens that we draft, and what lies between them and its best is a difference."""
+    told = """blocks = load_file(sys.argv[2])
+assert blocks["drafts"].shape == (3, 4) and blocks["drafts"].max() < 272
+states = {"drafts": torch.zeros(3, 4), "confidence": torch.zeros(3, 4)}
+states["drafts"][1, 2] = 0.5
+found = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+save_file(states, sys.argv[3], metadata={"version": "0", "loading": json.dumps(found)})
+"""
+    imports = "import json, sys, torch\nfrom safetensors.torch import load_file, save_file\n"
+    (tmp_path / "program.py").write_text(imports + told, encoding="utf-8")
+    monkeypatch.setattr(engine_speculators, "PROGRAM", tmp_path / "program.py")
+    target: Target = tiny.target("llama", tmp_path / "target", layer_ids=(1, 3))
+    seen = check_with_speculators(tmp_path, tiny.drafter(tiny.shape_of_kind("dspark")), target)
+    confidence, drafts = seen.layers
+    assert (drafts.name, drafts.difference, drafts.is_equal) == ("drafts", 0.5, False)
+    assert confidence.name == "confidence" and 0.1 < confidence.difference <= 1.0
+
+
 def test_an_interpreter_that_is_none_is_told(tmp_path: Path) -> None:
     """A path that cannot be run is the user's error."""
     with pytest.raises(ConfigError, match="no Python interpreter"):

@@ -390,6 +390,40 @@ def test_heads_that_the_cpu_build_lacks_are_refused(
         check_servable(servable[1], Path(target_folder("llama")), engine)
 
 
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_kinds_of_the_second_runner_are_refused_on_a_cpu(
+    kind: str, servable: tuple[Path, DFlashDrafter], interpreter: Callable[..., Path]
+) -> None:
+    """They need Triton; on a GPU they are served, but for heads that vLLM has no place for anywhere."""
+    drafter = tiny.drafter(tiny.shape_of_kind(kind, head_dim=32))
+    on_gpu = find_vllm(interpreter(cpu=False))
+    with pytest.raises(ModelError, match=f"refuses a drafter of draft.kind={kind} .*Triton.*: check it on a GPU"):
+        check_servable(drafter, servable[0], find_vllm(interpreter()))
+    check_servable(drafter, servable[0], on_gpu)
+    for head in ("gated", "rnn"):
+        other = tiny.drafter(tiny.shape_of_kind("dspark", {"markov_head_type": head}, head_dim=32))
+        with pytest.raises(ModelError, match=f"no place for markov_head_type={head} .*markov_head_type=vanilla"):
+            check_servable(other, servable[0], on_gpu)
+
+
+@pytest.mark.parametrize(("kind", "method", "drafted"), [("dflash2", "dflash", 4), ("dspark", "dspark", 5)])
+def test_the_job_names_the_method_and_the_tokens_of_a_kind(
+    kind: str, method: str, drafted: int, servable: tuple[Path, DFlashDrafter], interpreter: Callable[..., Path],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """vLLM knows DSpark as a method of its own, whose blocks draft as many tokens as they have slots."""
+    target, _ = servable
+    drafter = tiny.drafter(tiny.shape_of_kind(kind, head_dim=32, block_size=5))
+    ours = answers(drafter, CachedTarget.load(str(target), learnt.LAYER_IDS), [[3, 4]])
+    content = {"tokens": [a.tokens for a in ours], "steps": [a.num_accepted_tokens for a in ours], "gaps": []}
+    (tmp_path / "answers.json").write_text(json.dumps(content))
+    python = interpreter(PLAIN, cpu=False)
+    found = check_with_vllm(tmp_path, target, [[3, 4]], drafter=drafter, max_new_tokens=LIMIT, python=python)
+    assert found.tokens_equal and found.steps_equal
+    job = json.loads((tmp_path / "speculative.json").read_text())
+    assert (job["method"], job["num_speculative_tokens"]) == (method, drafted)
+
+
 def test_answers_near_the_last_position_are_refused(servable: tuple[Path, DFlashDrafter]) -> None:
     """There vLLM drafts shorter blocks, and the lists would differ for no fault."""
     check_length(servable[0], [[1] * 40], 467, 4)
