@@ -10,7 +10,7 @@ Shape letters: S tokens in a packed row, L tapped layers, D hidden size, A ancho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -152,13 +152,14 @@ class StepResult:
     averages is biased.
 
     Attributes:
-        loss: Sum of weight * negative log-likelihood over scored slots, divided by the sum of the weights.
+        loss: Sum of weight * loss over scored slots, divided by the sum of the weights.
         committed: Sum over real blocks of the tokens one target forward would commit: leading hits and one more, within
             the answer. Anchors are drawn uniformly, so ``committed / blocks`` estimates the acceptance length of a
             decode loop, which visits other positions.
         lr: Rate of the update.
         grad_norm: Norm of the gradient before clipping.
         is_finite: Whether the gradients were; if not, this update and all after it have left the weights alone.
+        parts: What the drafter's kind tells of its loss beside it, by name: means over slots by their weights.
     """
 
     loss: float
@@ -166,3 +167,4 @@ class StepResult:
     lr: float
     grad_norm: float
     is_finite: bool
+    parts: dict[str, float] = field(default_factory=dict)

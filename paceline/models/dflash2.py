@@ -33,6 +33,7 @@ from paceline.models.draft import (
     DraftShape,
     LossTerms,
     Proposal,
+    overlap_part,
     rotate,
 )
 from paceline.models.options import filled_in
@@ -210,7 +211,9 @@ class DFlash2Drafter(DFlashDrafter):
         The token before is the data's. A slot whose label is no candidate has no such term: when decoding it could not
         be chosen either. The weights are those of the block, D-PACE's decay left out.
         """
-        rows, _ = self.row_losses(hidden, head, targets, anchors, features, terms, num_candidates=self._num_candidates)
+        rows, overlap = self.row_losses(
+            hidden, head, targets, anchors, features, terms, num_candidates=self._num_candidates
+        )
         assert rows.candidates is not None and targets.previous is not None
         index = targets.order[: targets.num_rows]
         candidates = Candidates(*(each[index] for each in rows.candidates))
@@ -220,10 +223,15 @@ class DFlash2Drafter(DFlashDrafter):
         is_label = candidates.ids == targets.labels.flatten()[index, None]
         weights = targets.weights.flatten()[index] * is_label.any(1)
         nll = -(scores.log_softmax(1) * is_label).sum(1)
-        loss = rows.loss + terms.selector * torch.where(weights > 0, weights * nll, 0.0).sum()
+        selector = torch.where(weights > 0, weights * nll, 0.0).sum()
+        parts = (*overlap_part(overlap, targets), selector, weights.sum())
         best = scores.max(1, keepdim=True).values
         hits = torch.zeros_like(rows.hits).index_copy(0, index, ((scores >= best) & is_label).any(1))
-        return BlockLoss(loss, rows.weight, hits.view(targets.labels.shape) & (targets.weights > 0))
+        hits = hits.view(targets.labels.shape) & (targets.weights > 0)
+        return BlockLoss(rows.loss + terms.selector * selector, rows.weight, hits, parts)
+
+    def part_names(self, terms: LossTerms) -> tuple[str, ...]:
+        return (*super().part_names(terms), "selector_loss", "candidate_recall")
 
     def best_after(self, hidden: Tensor, head: Head, previous: Tensor) -> Tensor:
         candidates = self._candidates(hidden, head)

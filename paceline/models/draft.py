@@ -63,11 +63,13 @@ class BlockLoss(NamedTuple):
         loss: float32 scalar, sum of weight * negative log-likelihood; differentiable.
         weight: float32 scalar, sum of the weights.
         hits: bool ``[A, J]``; slots whose best token is the label; False where a slot does not count.
+        parts: float32 scalars, sums over slots of the slot's weight times what `DFlashDrafter.part_names` names.
     """
 
     loss: Tensor
     weight: Tensor
     hits: Tensor
+    parts: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,12 @@ class Proposal(NamedTuple):
     confidence: Tensor | None = None
     probs: Tensor | None = None
     prob_ids: Tensor | None = None
+
+
+def overlap_part(overlap: Tensor, targets: BlockTargets) -> tuple[Tensor, ...]:
+    """The part ``overlap``: how much the distributions of drafter and target have in common; none if nobody asked."""
+    weights = targets.weights.flatten()
+    return (torch.where(weights > 0, weights * overlap, 0.0).sum(),) if len(overlap) else ()
 
 
 class Layout(Protocol):
@@ -404,6 +412,10 @@ class DFlashDrafter(nn.Module):
         """The target's ids of draft tokens, on the same device."""
         return drafted if self.d2t is None else drafted + self.d2t.to(drafted.device)[drafted]
 
+    def part_names(self, terms: LossTerms) -> tuple[str, ...]:
+        """What `loss` tells of beside the loss, as means over slots by their weights: for ``metrics.jsonl``."""
+        return ("overlap",) if terms.mix.needs_target else ()
+
     @property
     def has_confidence(self) -> bool:
         """Whether its proposals say how sure it is."""
@@ -544,8 +556,9 @@ class DFlashDrafter(nn.Module):
         Returns: sum of weight * loss and sum of weights (float32 scalars), and hits bool ``[A, J]``; False where a slot
             does not count.
         """
-        rows, _ = self.row_losses(hidden, head, targets, anchors, features, terms)
-        return BlockLoss(rows.loss, rows.weight, rows.hits.view(targets.labels.shape) & (targets.weights > 0))
+        rows, overlap = self.row_losses(hidden, head, targets, anchors, features, terms)
+        hits = rows.hits.view(targets.labels.shape) & (targets.weights > 0)
+        return BlockLoss(rows.loss, rows.weight, hits, overlap_part(overlap, targets))
 
     def row_losses(
         self,

@@ -21,7 +21,7 @@ from paceline.dflash.speculative import Chance
 from paceline.errors import ConfigError
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.linear_mixed_loss import Bias, Mix
-from paceline.models.draft import PLAIN_TERMS, BlockLoss, DFlashDrafter, DraftShape, LossTerms, Proposal
+from paceline.models.draft import PLAIN_TERMS, BlockLoss, DFlashDrafter, DraftShape, LossTerms, Proposal, overlap_part
 from paceline.models.options import filled_in
 from paceline.records import FeatureBatch, TokenBatch
 
@@ -160,13 +160,18 @@ class DSparkDrafter(DFlashDrafter):
             factors.flatten(0, 1).to(head.weight.dtype), self.markov_head.markov_w2.weight.to(head.weight.dtype)
         )
         rows, overlap = self.row_losses(hidden, head, targets, anchors, features, terms, bias=bias)
-        loss = rows.loss
+        loss, parts = rows.loss, overlap_part(overlap, targets)
         if self.confidence_head is not None:
             logits = self.confidence_head(hidden, embedded).flatten()
             weights = targets.weights.flatten()
             wrong = F.binary_cross_entropy_with_logits(logits, overlap, reduction="none")
-            loss = loss + terms.confidence * torch.where(weights > 0, weights * wrong, 0.0).sum()
-        return BlockLoss(loss, rows.weight, rows.hits.view(targets.labels.shape) & (targets.weights > 0))
+            confidence = torch.where(weights > 0, weights * wrong, 0.0).sum()
+            loss, parts = loss + terms.confidence * confidence, (*parts, confidence)
+        hits = rows.hits.view(targets.labels.shape) & (targets.weights > 0)
+        return BlockLoss(loss, rows.weight, hits, parts)
+
+    def part_names(self, terms: LossTerms) -> tuple[str, ...]:
+        return ("overlap", "confidence_loss") if self.has_confidence else ("overlap",)
 
     def best_after(self, hidden: Tensor, head: Head, previous: Tensor) -> Tensor:
         embedded = self.markov_head.markov_w1(previous)

@@ -603,6 +603,7 @@ class TrainLoop:
             "acceptance_length_est": result.committed / sums.blocks,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
+            **result.parts,
             "tokens": sums.tokens,
             "tok_per_s": sums.tokens / (now - self._settled_at),
             "queue": launched.queue,

@@ -40,7 +40,8 @@ class PendingResult:
 
     Attributes:
         lr: Rate of the update.
-        values: float64 ``[5]`` on the host: sums of loss, weight and committed tokens, gradient norm, failed or not.
+        values: float64 ``[6 + parts]`` on the host: sums of loss, weight, committed tokens, the slots' own weights, and
+            parts of the loss; gradient norm, failed or not.
         arrived: Recorded behind the copy to the host; None on the CPU.
         is_timed: Whether that event tells the time.
         group: The drafters that have made the update.
@@ -51,6 +52,7 @@ class PendingResult:
     arrived: torch.cuda.Event | None
     is_timed: bool = False
     group: Group = dataclasses.field(default_factory=Group)
+    part_names: tuple[str, ...] = ()
 
     def read(self) -> StepResult:
         """Wait until the update is done, and give its result. Raises: PipelineError if the group is broken off."""
@@ -61,13 +63,14 @@ class PendingResult:
                 if self.is_timed and not had_arrived:
                     stages.synchronised(self.arrived)
         self.group.check()
-        loss, weight, committed, grad_norm, failed = self.values.tolist()
+        loss, weight, committed, own_weight, *parts, grad_norm, failed = self.values.tolist()
         return StepResult(
             loss=loss / weight if weight else 0.0,
             committed=int(committed),
             lr=self.lr,
             grad_norm=grad_norm,
             is_finite=not failed,
+            parts={n: part / own_weight for n, part in zip(self.part_names, parts, strict=True)} if own_weight else {},
         )
 
 
@@ -155,8 +158,10 @@ class TrainStep:
             recover=self.optimizer.drop_unsummed,
         )
         self._replay_update = GraphRunner(self._launch_update, "optimizer", "on")
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, weight, committed
-        self._result = torch.zeros(5, dtype=torch.float64, device=self.device)
+        self._part_names = drafter.part_names(self.terms)
+        num_sums = 4 + len(self._part_names)  # loss, weight, committed, the slots' own weights, and parts
+        self._sums = torch.zeros(num_sums, dtype=torch.float64, device=self.device)
+        self._result = torch.zeros(num_sums + 2, dtype=torch.float64, device=self.device)
         self._staging: Staging | None = None
         self._masks: BlockMasks | None = None
         self._features: FeatureBatch | None = None
@@ -226,13 +231,13 @@ class TrainStep:
             else:
                 self._launch_update(0)
         if not self._is_on_gpu:
-            return PendingResult(lr, self._result.clone(), None, group=self.group)
-        values = torch.empty(5, dtype=torch.float64, pin_memory=True)
+            return PendingResult(lr, self._result.clone(), None, group=self.group, part_names=self._part_names)
+        values = torch.empty(len(self._result), dtype=torch.float64, pin_memory=True)
         values.copy_(self._result, non_blocking=True)
         is_timed = stages.times_device()
         arrived = torch.cuda.Event(enable_timing=is_timed)
         arrived.record()
-        return PendingResult(lr, values, arrived, is_timed, self.group)
+        return PendingResult(lr, values, arrived, is_timed, self.group, self._part_names)
 
     @property
     def graphs_note(self) -> str:
@@ -321,13 +326,14 @@ class TrainStep:
                     noise, inputs.positions, context_kv, layout, attend, self._run, self._recompute
                 )
             with stages.CHUNKED_LOSS:
-                loss, weight, hits = drafter.loss(
+                loss, weight, hits, parts = drafter.loss(
                     hidden, self.head, inputs.targets(num_rows), inputs.anchors, features, self.terms
                 )
         with stages.BACKWARD:
             loss.backward()
         committed = torch.minimum(leading_hits(hits) + 1, inputs.left).sum()
-        self._sums += torch.stack([loss.detach().double(), weight.double(), committed.double()])
+        found = [loss.detach(), weight, committed, inputs.weights.sum(), *(part.detach() for part in parts)]
+        self._sums += torch.stack([each.double() for each in found])
 
     def _launch_update(self, _variant: int) -> None:
         sums = self.group.sum(self._sums)

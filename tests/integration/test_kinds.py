@@ -85,6 +85,8 @@ def test_runs_of_a_kind_resume_exactly(kind: str, toy: Toy, tmp_path: Path) -> N
     overrides = *overrides_of(kind), "run.max_steps=8", "checkpoint.every_steps=4"
     straight, lines = train(toy.config(tmp_path / "straight", *overrides))
     assert lines[-1]["loss"] < lines[0]["loss"] and straight.best_acceptance_length is not None
+    parts = {"dflash2": {"selector_loss", "candidate_recall"}, "dspark": {"overlap", "confidence_loss"}}[kind]
+    assert parts <= lines[-1].keys() and all(lines[-1][name] > 0 for name in parts)
 
     def stop(step: int) -> None:
         if step == 3:

@@ -189,6 +189,11 @@ def test_the_loss_is_that_of_its_two_parts(mix: Mix) -> None:
     best = scores.gather(1, chosen).argmax(1, keepdim=True)
     hits = (chosen.gather(1, best)[:, 0] == flat) & (weights > 0)
     assert found.hits.flatten().tolist() == hits.tolist()
+    names = model.part_names(LossTerms(mix))
+    assert names == (("overlap",) if mix.needs_target else ()) + ("selector_loss", "candidate_recall")
+    overlap = (weights * (1 - (p - t).abs().sum(1) / 2)).sum()
+    sums = [overlap] * mix.needs_target + [(weights * selected).sum(), (weights * is_label.any(1)).sum()]
+    assert [part.item() for part in found.parts] == pytest.approx([each.item() for each in sums], rel=1e-4, abs=1e-4)
 
 
 def test_a_label_that_is_no_candidate_leaves_the_selector_alone() -> None:

@@ -338,7 +338,7 @@ def test_loss_sums_the_scored_slots_only() -> None:
     unscored = weights == 0
     labels = torch.where(unscored, head.logits(hidden).argmax(-1), labels)  # would be hits if they counted
     features = FeatureBatch(tokens, torch.zeros(30, 64))
-    loss, _, hits = model.loss(hidden, head, BlockTargets.of(labels, weights), anchors.positions, features)
+    loss, _, hits, _ = model.loss(hidden, head, BlockTargets.of(labels, weights), anchors.positions, features)
     total, wanted = oracles.weighted_loss(
         hidden.flatten(0, 1).double().tolist(), head.weight.double().tolist(), labels.flatten().tolist(),
         weights.flatten().tolist(), head.softcap, head.scale,
@@ -362,7 +362,7 @@ def test_t04_extra_empty_slots_change_neither_loss_nor_gradient() -> None:
             labels, weights = loss_inputs(model, tokens, anchors)
             model.zero_grad()
             out = run(model, tokens, anchors, feature, attend)
-            loss, _, hits = model.loss(
+            loss, _, hits, _ = model.loss(
                 out, head, BlockTargets.of(labels, weights), anchors.positions, FeatureBatch(tokens, feature)
             )
             loss.backward()
@@ -383,7 +383,7 @@ def test_t04_a_row_without_anchors_has_loss_0_and_finite_gradients() -> None:
     labels, weights = loss_inputs(model, tokens, anchors)
     feature = random_features(tokens)
     out = run(model, tokens, anchors, feature)
-    loss, _, hits = model.loss(
+    loss, _, hits, _ = model.loss(
         out, Head(table()), BlockTargets.of(labels, weights), anchors.positions, FeatureBatch(tokens, feature)
     )
     loss.backward()

@@ -75,7 +75,7 @@ def test_the_loss_is_that_of_the_full_head_with_the_others_ruled_out() -> None:
     anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, 4, batch_generator(0, 0))
     own_labels = torch.searchsorted(TOKEN_IDS, labels)
     targets = BlockTargets.of(own_labels, weights)
-    loss, weight, hits = drafter.loss(hidden, drafter.own_head(head), targets, anchors.positions, features)
+    loss, weight, hits, _ = drafter.loss(hidden, drafter.own_head(head), targets, anchors.positions, features)
     torch.testing.assert_close(weight, weights.sum())
     (gradient,) = torch.autograd.grad(loss, hidden)
 

@@ -146,6 +146,9 @@ def test_the_loss_is_that_of_its_parts(head: str) -> None:
         torch.testing.assert_close(seen, grad.float(), rtol=1e-4, atol=1e-5)
     hits = (best == targets.labels) & (targets.weights > 0)
     assert found.hits.tolist() == hits.tolist()
+    assert model.part_names(LossTerms(mix)) == ("overlap", "confidence_loss")
+    sums = [(targets.weights * each).sum().item() for each in (overlap, wrong)]
+    assert [part.item() for part in found.parts] == pytest.approx(sums, rel=1e-5)
 
 
 def test_the_first_token_is_predicted_from_the_anchor() -> None:
