@@ -2,7 +2,8 @@
 
     python -m benchmarks.plan                    # writes benchmarks/results/plan-error.json; needs no GPU
     python -m benchmarks.plan --fit              # the constants, fitted again from the result files
-    python -m benchmarks.plan --table            # colocated against split, 8 to 192 GPUs, for docs/plan.md
+    python -m benchmarks.plan --table            # docs/plan.md's: in turn against split on 8 to 192 GPUs; the errors
+    python -m benchmarks.plan --what-if          # the closed form beside real pipelines; two minutes on a CPU
 
 A run that a constant was fitted on says little about the model where that constant matters: each row names those
 constants, and the summary counts only what was fitted on another run.
@@ -12,22 +13,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import step
 from paceline.config import load_config
+from paceline.pipeline.coordinator import Coordinator
+from paceline.pipeline.local import open_stream
 from paceline.plan import speed
 from paceline.plan.cards import CARDS
 from paceline.plan.flops import draft_work, target_work
 from paceline.plan.outline import BUILT_IN, Documents, Outline, outline, target_sizes
 from paceline.plan.speed import Times, times
 from paceline.plan.splits import GIB, plan_splits, role_memory
+from paceline.plan.what_if import Measured, Split, what_if
+from paceline.profiling.verdict import Verdict, Window, drop_warm_up, judge
+from paceline.records import FeatureBatch
 
 RESULTS = Path(__file__).parent / "results"
 H200 = CARDS["h200"]
@@ -85,7 +95,7 @@ RUNS = [
         "step-small-h200",
         "smollm2-135m-launched",
         "smollm2-135m",
-        ("kernels.cuda_graphs=off",),
+        ('kernels.cuda_graphs="off"',),
         fits_target=("launch",),
         fits_drafter=("launch",),
     ),
@@ -104,6 +114,18 @@ LEFT_OUT = {
     "spine-cuda": "an earlier commit: eager layers, with loading and validation in its time",
 }
 GOAL = 0.10
+NOTES = [
+    "Most constants were fitted on runs of qwen3-8b: its other rows, of ragged documents, are predictions for the same "
+    "shape. Of smollm2-135m one constant was fitted, the gap between kernels in a CUDA graph, 3 % of its step.",
+    "Of the hybrid and the mixture the target's half was fitted (gated-delta layers, experts), the drafter's was not.",
+    "smollm2-135m-launched: halves were timed one by one, launch after launch, and add up to more than its step.",
+    "Memory of step-small-h200's smollm2-135m is left out: what its CUDA graph held was not counted there.",
+    "No run with several GPUs, none of dflash2 or dspark, and none with several micro-batches a step is committed: the "
+    "plan's splits, exchanges, transport and those kinds are calculations that nothing was held against.",
+]
+TABLES, COUNTS = ("qwen3-8b", "qwen3.6-27b"), (8, 16, 32, 64, 128, 192)
+NOT_COUNTED = {("step-small-h200", "smollm2-135m"): "peak_gib"}
+"""Figures of runs that mean something else than elsewhere."""
 
 
 @cache
@@ -122,13 +144,14 @@ def measured(run: Run) -> dict[str, float]:
         return found | {key: content[key] for key in ("tok_per_s", "peak_gib")}
     case = content["cases"][run.case]
     stages = case["stages_ms"]
-    return {
+    found = {
         "target_ms": stages["target"],
         "drafter_ms": stages["drafter"] + stages["update"],
         "step_ms": case["ms_per_step"],
         "tok_per_s": case["tok_per_s"],
         "peak_gib": case["peak_gib"],
     }
+    return {name: value for name, value in found.items() if NOT_COUNTED.get((run.file, run.case)) != name}
 
 
 def planned(run: Run) -> Outline:
@@ -142,7 +165,7 @@ def planned(run: Run) -> Outline:
         slots, lengths = row["tokens"], tuple(row["documents"])
         tokens = sum(lengths)
     sizes = [f"pipeline.tokens_per_batch={slots}", f"optim.tokens_per_step={slots}", "pipeline.queue_depth=1"]
-    config = load_config(None, ["target.path=-", "data.path=-", *sizes, *run.overrides])
+    config = load_config(None, ["target.path=none", "data.path=none", *sizes, *run.overrides])
     return outline(config, target_sizes(BUILT_IN[run.target]), Documents(lengths), fill=tokens / slots)
 
 
@@ -150,7 +173,7 @@ def planned(run: Run) -> Outline:
 def documents(name: str) -> tuple[int, ...]:
     """Lengths of all documents of a case's rows, as `benchmarks.step.make_rows` draws them."""
     case = next(each for each in step.CASES if each.name == name)
-    return tuple(int(n) for row in step.make_rows(case, 1000) for n in np.unique(row.document_ids[row.document_ids >= 0].numpy(), return_counts=True)[1])
+    return tuple(end - start for row in step.make_rows(case, 1000) for start, end in row.spans)
 
 
 def compare(run: Run) -> dict[str, Any]:
@@ -172,7 +195,7 @@ def compare(run: Run) -> dict[str, Any]:
         "is_prediction": not run.fits_target and not run.fits_drafter,
         "measured": seen,
         "predicted": predicted,
-        "error_frac": {name: round(predicted[name] / seen[name] - 1.0, 4) for name in predicted},
+        "error_frac": {name: round(predicted[name] / seen[name] - 1.0, 4) for name in seen},
     }
 
 
@@ -247,36 +270,130 @@ def scores(plan: Outline) -> tuple[float, float]:
 def error_table() -> dict[str, Any]:
     """The result file."""
     rows = [compare(run) for run in RUNS]
-    predictions = [row for row in rows if row["is_prediction"]]
-    roles = {
-        role: {
-            row["run"]: row["error_frac"][f"{role}_ms"] for row in rows if not row["fitted_here"][role]
-        }
-        for role in ("target", "drafter")
-    }
     shapes: dict[str, list[float]] = {}
-    for row in predictions:
-        shapes.setdefault(row["target"], []).append(row["error_frac"]["step_ms"])
-    within = {shape: max(errors, key=abs) for shape, errors in shapes.items()}
+    for row in rows:
+        if row["is_prediction"]:
+            shapes.setdefault(row["target"], []).append(row["error_frac"]["step_ms"])
+    largest = {shape: max(errors, key=abs) for shape, errors in shapes.items()}
     return {
         "command": "python -m benchmarks.plan",
         "machine": "a calculation; the runs were measured on an NVIDIA H200",
-        "error_rule": "predicted / measured - 1; of milliseconds, positive is too slow",
-        "goal": f"step within {GOAL:.0%} on three shapes that no constant was fitted on",
-        "largest_step_error_of_predictions": within,
-        "shapes_within_goal": sorted(shape for shape, error in within.items() if abs(error) <= GOAL),
-        "largest_memory_error": max((row["error_frac"]["peak_gib"] for row in rows), key=abs),
-        "roles_not_fitted": roles,
+        "error_rule": "predicted / measured - 1; of milliseconds, above 0 is too slow",
+        "goal": f"a step within {GOAL:.0%} on three shapes, by runs that no constant was fitted on",
+        "largest_step_error": largest,
+        "shapes_within_goal": sorted(shape for shape, error in largest.items() if abs(error) <= GOAL),
+        "halves_not_fitted": {
+            f"{row['run']} {role}": row["error_frac"][f"{role}_ms"]
+            for row in rows
+            for role in ("target", "drafter")
+            if not row["is_prediction"] and not row["fitted_here"][role]
+        },
+        "largest_memory_error": max((row["error_frac"].get("peak_gib", 0.0) for row in rows), key=abs),
+        "notes": NOTES,
         "left_out": LEFT_OUT,
         "runs": rows,
     }
 
 
+def error_lines(content: dict[str, Any]) -> list[str]:
+    """Markdown: a line a run."""
+
+    def shown(row: dict[str, Any], name: str, *fitted: str) -> str:
+        if name not in row["error_frac"]:
+            return "–"
+        is_fitted = any(row["fitted_here"][role] for role in fitted)
+        return f"{100 * row['error_frac'][name]:+.1f} %{' (fitted)' if is_fitted else ''}"
+
+    lines = ["| run | measured step | planned | step | target | drafter | memory |", "| --- " * 7 + "|"]
+    for row in content["runs"]:
+        step_ms, planned_ms = row["measured"]["step_ms"], row["predicted"]["step_ms"]
+        lines.append(
+            f"| {row['run']} | {step_ms:,.1f} ms | {planned_ms:,.1f} ms | "
+            f"{shown(row, 'step_ms', 'target', 'drafter')} | {shown(row, 'target_ms', 'target')} | "
+            f"{shown(row, 'drafter_ms', 'drafter')} | {shown(row, 'peak_gib')} |"
+        )
+    return lines
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """Seconds that roles sleep a micro-batch, each drawn anew within a share of it: roles on devices of their own."""
+
+    target_s: float
+    drafter_s: float
+    spread: float
+
+
+PIPES = [Pipe(0.12, 0.02, 0.0), Pipe(0.12, 0.02, 0.5), Pipe(0.06, 0.02, 0.5)]
+TARGETS = (1, 2, 3, 4, 6)
+
+
+def pipeline(pipe: Pipe, targets: int, batches: int) -> Verdict:
+    """A real stream with so many target threads: what it did."""
+    generators = [np.random.default_rng(seed) for seed in (1, 2)]
+    row = step.make_rows(next(case for case in step.CASES if case.name == "tiny"), 500)[0]
+    feature = torch.zeros(len(row.input_ids), 8)
+
+    def pause(seconds: float, generator: np.random.Generator) -> None:
+        time.sleep(seconds * (1 + pipe.spread * generator.uniform(-1, 1)))
+
+    def make_features(number: int) -> FeatureBatch:
+        pause(pipe.target_s, generators[0])
+        return FeatureBatch(replace(row, number=number), feature, None)
+
+    depth, windows = 2 + targets, []
+    with open_stream(
+        make_features, Coordinator(0, 10**9), layout="split", targets=targets, threads=1, queue_depth=depth,
+        max_bytes=1 << 30, min_ready=1,
+    ) as stream:  # fmt: skip
+        last = time.perf_counter()
+        for _ in stream:
+            pause(pipe.drafter_s, generators[1])
+            waits, now = stream.take_waits(), time.perf_counter()
+            windows.append(Window(now - last, 1, waits.get_s, waits.put_s, waits.ready_s, stream.num_ready()))
+            last = now
+            if len(windows) >= batches:
+                break
+    return judge(drop_warm_up(windows, 2 + depth), targets=targets, queue_depth=depth)
+
+
+def what_if_errors(batches: int = 150) -> dict[str, Any]:
+    """From one target measured, what more would do, and what they did."""
+    rows = []
+    for pipe in PIPES:
+        one = Split("split", 1, 1)
+        seen = pipeline(pipe, 1, batches)
+        base = Measured.of(one, seen.batches_per_s, seen.target_per_s, seen.drafter_per_s)
+        for targets in TARGETS[1:]:
+            predicted = what_if(base, Split("split", targets, 1)).batches_per_s
+            did = pipeline(pipe, targets, batches).batches_per_s
+            rows.append(
+                {
+                    **vars(pipe),
+                    "targets": targets,
+                    "predicted_batches_per_s": predicted,
+                    "measured_batches_per_s": did,
+                    "error_frac": round(predicted / did - 1.0, 4),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return {
+        "command": "python -m benchmarks.plan --what-if",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU",
+        "about": "target threads, channel and stream of a run; the roles sleep, as if each had a device of its own",
+        "batches": batches,
+        "largest_error_frac": max((row["error_frac"] for row in rows), key=abs),
+        "rows": rows,
+    }
+
+
 def table(target: str, counts: Sequence[int]) -> list[str]:
-    """Markdown: colocated against the best split, by number of GPUs; a calculation."""
-    lines = ["| GPUs | colocated tok/s | split | split tok/s | split / colocated | what limits the split |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    config = load_config(None, ["target.path=-", "data.path=-"])
+    """Markdown: in turn against the best split, by number of GPUs; a calculation."""
+    lines = [
+        "| GPUs | in turn, tok/s | GiB a GPU | best split | tok/s | GiB a GPU | of in turn | limit |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    config = load_config(None, ["target.path=none", "data.path=none"])
     plan = outline(config, target_sizes(BUILT_IN[target]), Documents((3072,)))
     for count in counts:
         found = plan_splits(plan, H200, count, is_even=True)
@@ -284,8 +401,9 @@ def table(target: str, counts: Sequence[int]) -> list[str]:
         fitting = [each for each in found if each.layout == "split" and each.fits]
         best = max(fitting, key=lambda each: each.tok_per_s)
         lines.append(
-            f"| {count} | {colocated.tok_per_s:,.0f} | {best.targets}+{best.drafters} | {best.tok_per_s:,.0f} | "
-            f"{best.tok_per_s / colocated.tok_per_s:.2f} | {best.limit} |"
+            f"| {count} | {colocated.tok_per_s:,.0f} | {colocated.memory_gib:.0f} | {best.targets}+{best.drafters} | "
+            f"{best.tok_per_s:,.0f} | {best.memory_gib:.0f} | {best.tok_per_s / colocated.tok_per_s:.0%} | "
+            f"{best.limit} |"
         )
     return lines
 
@@ -294,24 +412,30 @@ def main() -> None:
     """Print the table, and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="Print the constants fitted from the result files.")
-    parser.add_argument("--table", action="store_true", help="Print docs/plan.md's table of 8 to 192 GPUs.")
+    parser.add_argument("--table", action="store_true", help="Print the tables of docs/plan.md.")
     parser.add_argument("--out", type=Path, default=RESULTS / "plan-error.json")
+    parser.add_argument("--what-if", action="store_true", help="Run pipelines on the CPU beside the closed form.")
     options = parser.parse_args()
+    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.is_file() else {}
     if options.fit:
         for name, number in fit().items():
             print(f"{name} {number:.4g}")
         return
     if options.table:
-        for name in ("qwen3-8b", "qwen3.6-27b"):
-            print(f"\n{name}\n")
-            print("\n".join(table(name, (8, 16, 32, 64, 128, 192))))
+        for name in TABLES:
+            print(f"\n{name}\n\n" + "\n".join(table(name, COUNTS)))
+        print("\n" + "\n".join(error_lines(error_table())))
         return
-    content = error_table()
+    if options.what_if:
+        content = {**(before or error_table()), "what_if": what_if_errors()}
+        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return
+    content = error_table() | {name: before[name] for name in ("what_if",) if name in before}
     for row in content["runs"]:
         errors = "  ".join(f"{name} {100 * error:+6.1f} %" for name, error in row["error_frac"].items())
         fitted = sorted({*row["fitted_here"]["target"], *row["fitted_here"]["drafter"]})
         print(f"{row['run']:<40} {errors}  {'fitted: ' + ', '.join(fitted) if fitted else 'prediction'}")
-    print(json.dumps({key: content[key] for key in ("largest_step_error_of_predictions", "shapes_within_goal")}))
+    print(json.dumps({key: content[key] for key in ("largest_step_error", "shapes_within_goal")}))
     options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

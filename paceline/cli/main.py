@@ -12,7 +12,7 @@ import typer
 from rich.logging import RichHandler
 
 from paceline import __version__
-from paceline.cli import check, data, demo, doctor, evaluate, inspect, profile, regenerate, steer, train, watch
+from paceline.cli import check, data, demo, doctor, evaluate, inspect, plan, profile, regenerate, steer, train, watch
 from paceline.cli.progress import stderr_console
 from paceline.errors import PacelineError, PipelineError, printable
 
@@ -29,6 +29,7 @@ for verb in (
     data.prepare,
     regenerate.regenerate,
     inspect.inspect,
+    plan.plan,
     train.train,
     train.resume,
     watch.status,

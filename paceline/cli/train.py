@@ -559,10 +559,16 @@ def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:
 
 
 def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
-    from paceline.plan.memory import GIB, memory_plan
+    from paceline.models.kinds import needs_last_hidden
+    from paceline.plan.memory import GIB
+    from paceline.plan.outline import read_target
+    from paceline.plan.splits import memory_by_role, memory_parts, of_run
 
-    resolved, shape = resolve_config(config)
-    config, plan = resolved.config, memory_plan(resolved, shape)
+    resolved, _ = resolve_config(config)
+    config = resolved.config
+    target = read_target(config.target.path, config.target.revision, config.target.trust_remote_code)
+    outline = of_run(resolved, target, last_hidden=needs_last_hidden(config))
+    plan, by_role = memory_parts(outline), memory_by_role(outline)
     facts = {
         "device": config.run.device,
         "layout": config.topology.layout,
@@ -578,12 +584,16 @@ def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
     }
     memory = {name.replace("_bytes", "_gib"): round(value / GIB, 3) for name, value in vars(plan).items()}
     memory["total_gib"] = round(plan.total_bytes / GIB, 3)
+    roles = {
+        role: {f"{kind}_gib": round(value / GIB, 3) for kind, value in parts.items()} for role, parts in by_role.items()
+    }
     if as_json:
         tree = config.model_dump(mode="json")
-        typer.echo(json.dumps({"config": tree, "plan": facts, "memory": memory}, indent=1))
+        typer.echo(json.dumps({"config": tree, "plan": facts, "memory": memory, "roles": roles}, indent=1))
         return
     typer.echo(dump_config(config))
-    for title, values in (("plan", facts), ("memory", memory)):
+    told = {role: ", ".join(f"{kind} {value}" for kind, value in parts.items()) for role, parts in roles.items()}
+    for title, values in (("plan", facts), ("memory", memory), ("memory by role", told)):
         typer.echo(f"{title}:")
         for name, value in values.items():
             typer.echo(f"  {name}: {value}")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.config import Topology
+from paceline.config import RunConfig, Topology
 from paceline.kernels.attention import MAX_KEPT_SCORES
 from paceline.kernels.flex import why_not_flex
 from paceline.kernels.linear_cross_entropy import chunk_rows
-from paceline.models.draft import DraftShape
-from paceline.models.kinds import drafter_class, needs_last_hidden
-from paceline.models.loading import TargetShape
-from paceline.plan.resolve import ResolvedRun
+
+if TYPE_CHECKING:  # the models are slow to import, and a plan from sizes alone needs none
+    from paceline.models.draft import DraftShape
+    from paceline.models.loading import TargetShape
+    from paceline.plan.outline import DraftSizes, TargetSizes
+    from paceline.plan.resolve import ResolvedRun
 
 GIB = 2**30
 
@@ -46,52 +49,95 @@ class MemoryPlan:
         return sum(self.__dict__.values())
 
 
-def memory_plan(resolved: ResolvedRun, shape: TargetShape) -> MemoryPlan:
-    """Memory plan of a resolved run on one device."""
-    config, draft = resolved.config, resolved.draft
-    target_size, draft_size = _sizes(resolved)
+def memory_plan(resolved: ResolvedRun, shape: TargetShape, trunk_parameters: int | None = None) -> MemoryPlan:
+    """Memory plan of a resolved run on one device.
+
+    Args:
+        trunk_parameters: Of the target's layers that run, where they are known; None: estimated.
+    """
+    from paceline.models.kinds import needs_last_hidden
+
+    return memory_of(
+        resolved.config,
+        resolved.draft,
+        shape,
+        parameters=count_parameters(resolved.draft),
+        last_hidden=needs_last_hidden(resolved.config),
+        num_anchors=resolved.num_anchors,
+        batches_per_step=resolved.batches_per_step,
+        longest_row=resolved.longest_row,
+        trunk_parameters=trunk_parameters,
+    )
+
+
+def memory_of(
+    config: RunConfig,
+    draft: DraftShape | DraftSizes,
+    shape: TargetShape | TargetSizes,
+    *,
+    parameters: int,
+    last_hidden: bool,
+    num_anchors: int,
+    batches_per_step: int,
+    longest_row: int,
+    trunk_parameters: int | None = None,
+) -> MemoryPlan:
+    """`memory_plan` from sizes alone: no data, no weights.
+
+    Args:
+        config: With device, types, `pipeline.tokens_per_batch` and `pipeline.queue_depth` resolved.
+        parameters: Of the drafter.
+        last_hidden: The target delivers its last hidden state too, and runs all its layers.
+    """
+    target_size, draft_size = _sizes(config)
     tables = 1 if shape.tie_word_embeddings else 2
     rows = shape.vocab_size * shape.hidden_size
     head_rows = (draft.draft_vocab_size or shape.vocab_size) * shape.hidden_size
     own_head = head_rows * draft_size if draft_size != target_size or head_rows != rows else 0
-    parameters = count_parameters(draft)
-    delivers_last_hidden = needs_last_hidden(config)
-    one_batch = batch_bytes(resolved)
-    num_layers = shape.num_layers if delivers_last_hidden else draft.target_layer_ids[-1] + 1
+    one_batch = feature_bytes(config, draft, last_hidden)
+    num_layers = shape.num_layers if last_hidden else draft.target_layer_ids[-1] + 1
+    trunk = estimate_trunk_parameters(shape, num_layers) if trunk_parameters is None else trunk_parameters
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(
-        target_bytes=estimate_trunk_parameters(shape, num_layers) * (1 if config.target.fp8 else target_size),
+        target_bytes=trunk * (1 if config.target.fp8 else target_size),
         shared_bytes=rows * tables * target_size + own_head,
-        drafter_bytes=parameters * _bytes_per_parameter(draft_size, resolved.batches_per_step, config.topology),
+        drafter_bytes=parameters * _bytes_per_parameter(draft_size, batches_per_step, config.topology),
         queue_bytes=min(held * one_batch, int(config.pipeline.queue_gib * GIB) + one_batch * config.topology.targets),
-        activation_bytes=_activation_bytes(resolved, draft_size),
+        activation_bytes=_activation_bytes(config, draft, num_anchors, longest_row, draft_size),
         cache_bytes=int(config.pipeline.feature_cache_gib * GIB),
     )
 
 
 def batch_bytes(resolved: ResolvedRun) -> int:
     """Features of a micro-batch."""
-    target_size, draft_size = _sizes(resolved)
-    delivers_last_hidden = needs_last_hidden(resolved.config)
-    states = len(resolved.draft.target_layer_ids) + delivers_last_hidden
-    size = target_size if delivers_last_hidden else draft_size
-    return int(resolved.config.pipeline.tokens_per_batch) * states * resolved.draft.hidden_size * size
+    from paceline.models.kinds import needs_last_hidden
+
+    return feature_bytes(resolved.config, resolved.draft, needs_last_hidden(resolved.config))
 
 
-def _sizes(resolved: ResolvedRun) -> tuple[int, int]:
+def feature_bytes(config: RunConfig, draft: DraftShape | DraftSizes, last_hidden: bool) -> int:
+    """Features of a micro-batch, from sizes alone."""
+    target_size, draft_size = _sizes(config)
+    states = len(draft.target_layer_ids) + last_hidden
+    size = target_size if last_hidden else draft_size
+    return int(config.pipeline.tokens_per_batch) * states * draft.hidden_size * size
+
+
+def _sizes(config: RunConfig) -> tuple[int, int]:
     """Bytes of a value in the target's and in the drafter's compute type."""
-    config = resolved.config
     target_size, draft_size = (4 if name == "float32" else 2 for name in (config.target.dtype, config.draft.dtype))
     return target_size, draft_size
 
 
 def count_parameters(draft: DraftShape) -> int:
     """Parameters of a drafter of this shape, embedding and head excluded (they are the target's)."""
+    from paceline.models.kinds import drafter_class
+
     with torch.device("meta"):
         return sum(p.numel() for p in drafter_class(draft.kind)(draft).parameters())
 
 
-def estimate_trunk_parameters(shape: TargetShape, num_layers: int) -> int:
+def estimate_trunk_parameters(shape: TargetShape | TargetSizes, num_layers: int) -> int:
     """Parameters of `num_layers` plain decoder layers of this shape: attention and a gated MLP.
 
     Low for mixture-of-experts and hybrid layers, whose sizes the common configuration keys do not give.
@@ -113,13 +159,14 @@ def _bytes_per_parameter(draft_size: int, batches_per_step: int, topology: Topol
     return 3 * 4 + 2 * draft_size + (4 if batches_per_step > 1 else 0)
 
 
-def _activation_bytes(resolved: ResolvedRun, size: int) -> int:
-    config, draft = resolved.config, resolved.draft
-    rows = resolved.num_anchors * draft.block_size
+def _activation_bytes(
+    config: RunConfig, draft: DraftShape | DraftSizes, num_anchors: int, longest_row: int, size: int
+) -> int:
+    rows = num_anchors * draft.block_size
     query_width, kv_width = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
     context = int(config.pipeline.tokens_per_batch) * 2 * kv_width
     device = torch.device(config.run.device)
-    why_not = why_not_flex(resolved.num_anchors, draft.block_size, draft.head_dim, device)
+    why_not = why_not_flex(num_anchors, draft.block_size, draft.head_dim, device)
     if config.kernels.attention != "per_document" and why_not is None:
         # Found on an H200: 19.4 GiB at the work unit, beside 2.2 of the loss.
         width = 4 * draft.hidden_size + 3 * draft.intermediate_size + 2 * query_width + 2 * kv_width
@@ -129,7 +176,7 @@ def _activation_bytes(resolved: ResolvedRun, size: int) -> int:
         return layers * (rows * width + context) * size + loss
     # The softmax keeps its float32 output, and the product with the values a copy in the compute type; where that is
     # too much the scores are made again, a group at a time.
-    scores = rows * draft.num_attention_heads * (resolved.longest_row + draft.block_size)
+    scores = rows * draft.num_attention_heads * (longest_row + draft.block_size)
     attention = min(scores, MAX_KEPT_SCORES) * (4 + size)
     width = 6 * draft.hidden_size + 4 * draft.intermediate_size + 4 * query_width + 4 * kv_width
     return draft.num_hidden_layers * ((rows * width + 2 * context) * size + attention)
