@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import ConfigError
+from paceline.export.folder import num_drafted
 from paceline.files import without_credentials
 from paceline.models.draft import DraftShape
 
@@ -24,6 +25,8 @@ PATH_KEYS = (("data", "path"), ("draft", "init"))
 UNKNOWN = "unknown"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
+
+KIND_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 
 ACCEPTANCE_RULE = (
     "tokens committed / target forwards, pooled over every answer of the held-out rows; each block is drafted after "
@@ -94,10 +97,10 @@ def model_card(
         head["base_model"] = provenance.target
     if license_id is not None:
         head["license"] = license_id
-    head |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "dflash", "drafter", "paceline"]}
+    head |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", shape.kind, "drafter", "paceline"]}
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
-        f"# DFlash drafter for {name}\n",
+        f"# {KIND_NAMES[shape.kind]} drafter for {name}\n",
         _what_it_is(shape, name),
         _measured(provenance),
         _serving(commands, auto_map),
@@ -125,9 +128,9 @@ def _what_it_is(shape: DraftShape, name: str) -> str:
     own = "" if shape.draft_vocab_size is None else f" It drafts from {shape.draft_vocab_size:,} of its tokens."
     return (
         f"A drafter for speculative decoding with {name}: {shape.num_hidden_layers} layers that propose "
-        f"{shape.block_size - 1} tokens at a time from the hidden states of {len(shape.target_layer_ids)} layers of "
-        f"the target, which checks them. It holds neither the target's embedding nor its whole head, and is of no use "
-        f"alone.{own}\n"
+        f"{num_drafted(shape.kind, shape.block_size)} tokens at a time from the hidden states of "
+        f"{len(shape.target_layer_ids)} layers of the target, which checks them. It holds neither the target's "
+        f"embedding nor its whole head, and is of no use alone.{own}\n"
     )
 
 
@@ -154,12 +157,13 @@ def _evaluated(record: dict[str, Any]) -> str:
     """What an evaluation beside training measured, but for its rates: training took its share of the machine."""
     is_own = record.get("prompt_files") == ["those that come with Paceline"]
     whose = "that come with Paceline" if is_own else "of the trainer's own"
-    mismatches = record["mismatches"]
+    mismatches, threshold = record["mismatches"], record.get("verify_threshold") or 0.0
+    cut = f", drafted tokens verified up to the first with a confidence below {threshold:g}" if threshold else ""
     differing = "no answer differed" if mismatches == 0 else f"**{mismatches} answers differed**"
     return (
         f"Acceptance length **{record['acceptance_length']:.3f}** by decoding {_number(record.get('prompts'))} prompts "
         f"{whose} greedily, at most {_number(record.get('max_new_tokens'))} tokens each, with the checkpoint of step "
-        f"{record['step']} in {_cell(record.get('dtype', UNKNOWN))}; {differing} from plain decoding by more than "
+        f"{record['step']} in {_cell(record.get('dtype', UNKNOWN))}{cut}; {differing} from plain decoding by more than "
         f"rounding.\n\nDefinition: {_cell(record.get('acceptance_rule', UNKNOWN))}. Speed was not measured there."
     )
 
@@ -186,6 +190,7 @@ def _provenance(shape: DraftShape, provenance: Provenance, layout: str, dtype: s
         "target fingerprint": provenance.target_fingerprint or UNKNOWN,
         "target layers tapped": f"{', '.join(map(str, shape.target_layer_ids))} of {shape.num_target_layers}, from 0",
         "mask token": str(shape.mask_token_id),
+        "kind": ", ".join([shape.kind, *(f"{name} {value}" for name, value in shape.options.items())]),
         "block size": f"{shape.block_size}, the anchor included",
         "data fingerprint": provenance.data_fingerprint or UNKNOWN,
         "data rows": _number(provenance.data.get("num_rows")),

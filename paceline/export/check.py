@@ -4,8 +4,8 @@ The target's configuration and tokenizer are read, its weights are not. Engines 
 refuse, so every finding says what it would do and where. What names and numbers cannot show is left to the fingerprint
 and to `eval.parity`.
 
-What engines do with a key is of vLLM 0.32 and 0.33, `speculators` 0.9.0, z-lab's `dflash` 0.1.0 and Transformers 5;
-SGLang was read, not run. Where each trap comes from is in docs/serving.md.
+What engines do with a key is of vLLM 0.32 and 0.33, `speculators` 0.9.0, z-lab's `dflash` 0.1.0 and Transformers 5
+(for DFlash2 and DSpark of vLLM 0.32); SGLang was read, not run. Where each trap comes from is in docs/serving.md.
 """
 
 from __future__ import annotations
@@ -20,9 +20,18 @@ from paceline.export import speculators, zlab
 from paceline.export.check_tensors import check_tensors
 from paceline.export.findings import DraftFolder, Finding, read_folder
 from paceline.export.fingerprint import Mismatch
-from paceline.export.folder import ARCHITECTURE, CONFIG_FILE, FINGERPRINT_FILE, LAYER_KEYS
+from paceline.export.folder import (
+    ANCHOR_KEY,
+    ARCHITECTURES,
+    CONFIG_FILE,
+    FINGERPRINT_FILE,
+    LAYER_KEYS,
+    num_drafted,
+    option_names,
+    predicts_from_anchor,
+)
 from paceline.models.draft import DFlashDrafter
-from paceline.models.engine_limits import VLLM_CPU_HEAD_DIMS
+from paceline.models.engine_limits import VLLM_CPU_HEAD_DIMS, VLLM_MARKOV_HEADS, VLLM_V2_KINDS
 from paceline.models.loading import TargetShape, load_tokenizer, read_shape
 
 Engine = Literal["zlab", "speculators", "vllm", "sglang"]
@@ -34,6 +43,9 @@ READS: dict[Engine, tuple[str, ...]] = {
     "sglang": ("z-lab",),
 }
 """Layouts that an engine reads."""
+
+ZLAB_KINDS = ("dflash", "dflash2")
+"""Drafter kinds that z-lab's `dflash` 0.1.0 decodes with."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -73,6 +85,8 @@ def check_folder(folder: Path | str, target: TargetFacts, engine: Engine | None 
         lambda: _check_layout(seen, engine),
         lambda: _check_numbers(seen, target.shape),
         lambda: _check_block_size(seen),
+        lambda: _check_options(seen),
+        lambda: _check_anchor(seen),
         lambda: _check_taps(seen, target.shape),
         lambda: _check_layer_types(seen),
         lambda: _check_causality(seen),
@@ -111,28 +125,85 @@ def _guarded(seen: DraftFolder, check: Callable[[], None]) -> None:
     """A value of a wrong kind is a finding, not the end of the check."""
     try:
         check()
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         seen.error(CONFIG_FILE, f"{type(error).__name__}: {error}", "values of the layout's types", "it cannot be read")
 
 
 def _check_layout(seen: DraftFolder, engine: Engine | None) -> None:
+    if engine == "zlab" and seen.kind not in ZLAB_KINDS:
+        seen.error(
+            "architectures", seen.config.get("architectures"), f"a drafter of {' or '.join(ZLAB_KINDS)}",
+            "z-lab's decoder has no class for it: serve it with vLLM or SGLang",
+        )  # fmt: skip
     if engine is not None and seen.layout not in READS[engine]:
         seen.error(
             "layout", seen.layout, " or ".join(READS[engine]), f"{engine} cannot load it: export with another --format"
         )
-    if seen.config.get("architectures") != [ARCHITECTURE]:
-        seen.error("architectures", seen.config.get("architectures"), [ARCHITECTURE], "engines choose the model by it")
+    names = ARCHITECTURES[seen.layout]
+    if seen.config.get("architectures") != [names[seen.kind]]:
+        wanted = " or ".join(f'["{name}"]' for name in names.values()) if seen.is_zlab else [names[seen.kind]]
+        seen.error("architectures", seen.config.get("architectures"), wanted, "engines choose the model by it")
     if seen.is_zlab:
+        top_keys, nested_keys = zlab.known_keys(seen.kind)
         _check_fixed(seen, seen.config, zlab.FIXED_VALUES | zlab.FIXED_ENGINE_VALUES)
         _check_fixed(seen, seen.section, zlab.FIXED_DFLASH_VALUES)
-        _check_unknown(seen, "dflash_config", set(seen.section) - zlab.KNOWN_DFLASH_KEYS)
-        _check_unknown(seen, "the top level", set(seen.config) - zlab.KNOWN_KEYS)
+        _check_unknown(seen, "dflash_config", set(seen.section) - nested_keys)
+        _check_unknown(seen, "the top level", set(seen.config) - top_keys)
         return
     if "model_type" in seen.config:
         seen.error("model_type", seen.config["model_type"], "no such key at the top", "it hides the layout from vLLM")
-    _check_fixed(seen, seen.config, speculators.FIXED_VALUES)
+    if speculators.kind_of(seen.config) is None:
+        kinds, effect = " or ".join(names), "engines choose the model by it"
+        seen.error("speculators_model_type", seen.config.get("speculators_model_type"), kinds, effect)
+    _check_fixed(seen, seen.section, {"algorithm": seen.kind})
     _check_fixed(seen, seen.layer, speculators.FIXED_LAYER_VALUES)
-    _check_unknown(seen, "the top level", set(seen.config) - speculators.KNOWN_KEYS - {"model_type"})
+    _check_unknown(seen, "the top level", set(seen.config) - speculators.known_keys(seen.kind) - {"model_type"})
+
+
+def _check_options(seen: DraftFolder) -> None:
+    """What only this kind has: each at every place where an engine looks."""
+    places = [("", seen.config)]
+    if seen.is_zlab:
+        places = [("dflash_config.", seen.section)]
+        if seen.kind == "dspark":
+            places.insert(0, ("", seen.config))
+            for key in ("mask_token_id", "target_layer_ids"):
+                if seen.config.get(key) is None:
+                    seen.warn(key, None, seen.section.get(key), "DeepSpec reads it at the top level")
+                elif seen.config[key] != seen.section.get(key):
+                    seen.error(
+                        key, f"{seen.config[key]} at the top, {seen.section.get(key)} in dflash_config", "one value",
+                        "readers look in either place",
+                    )  # fmt: skip
+    for name in option_names(seen.kind):
+        values = [section.get(name) for _, section in places]
+        if all(value is None for value in values):
+            seen.error(places[0][0] + name, None, "the trained value", "engines take their own, leave it out, or fail")
+        elif len({str(value) for value in values if value is not None}) > 1:
+            seen.error(
+                name, f"{values[0]} at the top, {values[1]} in dflash_config", "one value",
+                "readers look in either place",
+            )  # fmt: skip
+        elif values[0] is None:
+            seen.error(name, None, values[1], "vLLM and SGLang read it at the top level alone")
+
+
+def _check_anchor(seen: DraftFolder) -> None:
+    """Whether slot 0 predicts: of engines that take it for granted each takes another thing."""
+    predicts = predicts_from_anchor(seen.kind)
+    places = [("", seen.config), ("dflash_config.", seen.section)] if seen.is_zlab else [("", seen.config)]
+    for place, section in places:
+        if section.get(ANCHOR_KEY) not in (None, predicts):
+            effect = "blocks are served one place off: almost nothing is accepted"
+            seen.error(place + ANCHOR_KEY, section[ANCHOR_KEY], predicts, effect)
+    if not predicts:
+        return
+    if seen.config.get(ANCHOR_KEY) is None:
+        effect = "engines take slot 0 for either: served one place off, almost nothing is accepted"
+        seen.error(ANCHOR_KEY, None, "true, at the top level", effect)
+    if seen.is_zlab and seen.section.get(ANCHOR_KEY):
+        effect = "vLLM 0.32 does not start: it takes the key for one of DFlash, whose slot 0 does not predict"
+        seen.error(f"dflash_config.{ANCHOR_KEY}", True, "at the top level alone", effect)
 
 
 def _check_fixed(seen: DraftFolder, section: dict[str, Any], fixed: dict[str, Any]) -> None:
@@ -169,15 +240,17 @@ def _check_logits(seen: DraftFolder, target: TargetShape) -> None:
     """A factor and a soft cap of the target's logits; z-lab's decoder takes them from the drafter's folder."""
     pairs = (("output_multiplier", target.logit_scale, 1.0), ("final_logit_softcapping", target.softcap, None))
     for key, wanted, neutral in pairs:
-        written = seen.section.get(key, seen.config.get(key, neutral)) if seen.is_zlab else neutral
+        has_place = seen.is_zlab and seen.kind != "dspark"
+        written = seen.section.get(key, seen.config.get(key, neutral)) if has_place else neutral
         if wanted == written:
             continue
-        if seen.is_zlab:
+        if has_place:
             seen.error(
                 key, written, f"{wanted}, the target's", "z-lab's decoder drafts from other logits than were trained"
             )
         else:
-            seen.error(key, "no place for it in this layout", f"{wanted}, the target's", "engines draft without it")
+            place = "no place for it in this layout, or for this kind of drafter"
+            seen.error(key, place, f"{wanted}, the target's", "engines draft without it")
 
 
 def _check_block_size(seen: DraftFolder) -> None:
@@ -186,15 +259,15 @@ def _check_block_size(seen: DraftFolder) -> None:
         if top is None:
             seen.error("block_size", seen.config.get("block_size"), "slots of a block", "`speculators` takes 8")
             return
-        methods = seen.section.get("proposal_methods") or []
+        methods, most = seen.section.get("proposal_methods") or [], num_drafted(seen.kind, top)
         drafted = methods[0].get("speculative_tokens") if methods else None
-        key = "proposal_methods[0].speculative_tokens"
+        key, wanted = "proposal_methods[0].speculative_tokens", f"{most}, which blocks of {top} draft"
         if drafted is None:
-            seen.error(key, None, top - 1, "vLLM does not start from the folder without it")
-        elif drafted > top - 1:
-            seen.error(key, drafted, f"{top - 1} = block_size - 1", "vLLM drafts slots that were never trained")
-        elif drafted < top - 1:
-            seen.warn(key, drafted, f"{top - 1} = block_size - 1", "vLLM drafts shorter blocks than were trained")
+            seen.error(key, None, most, "vLLM does not start from the folder without it")
+        elif drafted > most:
+            seen.error(key, drafted, wanted, "vLLM drafts slots that were never trained")
+        elif drafted < most:
+            seen.warn(key, drafted, wanted, "vLLM drafts shorter blocks than were trained")
         return
     nested = seen.number(seen.section, "block_size", 2)
     places = {"block_size": top, "dflash_config.block_size": nested}
@@ -285,7 +358,7 @@ def _check_causality(seen: DraftFolder) -> None:
     if not slides:
         if written:
             seen.error(key, written, False, "full-attention layers of this layout are bidirectional inside a block")
-        if written is None and non_causal is False:
+        if written is None and non_causal is False and seen.kind != "dspark":
             seen.error(
                 key, "missing, with sliding_window_non_causal=false", "false",
                 "vLLM takes the flag for every layer and serves the block causal, `speculators` trains full layers "
@@ -302,6 +375,10 @@ def _check_causality(seen: DraftFolder) -> None:
             "sliding_window_non_causal", non_causal, "true, or no full layers",
             "it means causal sliding layers beside bidirectional full ones, which vLLM has no word for",
         )  # fmt: skip
+    elif written is None and seen.kind == "dspark" and non_causal:
+        seen.error(
+            key, None, False, "vLLM drops sliding_window_non_causal for DSpark, and serves sliding layers causal"
+        )
     elif written is None:
         seen.warn(key, None, not non_causal, "some versions of vLLM drop sliding_window_non_causal")
     elif written == non_causal:
@@ -425,6 +502,15 @@ def _check_engine_limits(seen: DraftFolder, target: TargetShape, engine: Engine 
         if head_dim is not None and head_dim not in VLLM_CPU_HEAD_DIMS:
             sizes = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
             seen.warn(f"head_dim of {who}", head_dim, sizes, "vLLM refuses other sizes on a CPU")
+    head = seen.config.get("markov_head_type")
+    if seen.kind == "dspark" and head not in (None, *VLLM_MARKOV_HEADS):
+        wanted, effect = " or ".join(VLLM_MARKOV_HEADS), "vLLM has no place for it and refuses the folder's tensors"
+        (seen.warn if engine is None else seen.error)("markov_head_type", head, wanted, effect)
+    if seen.kind in VLLM_V2_KINDS:
+        seen.warn(
+            "architectures", ARCHITECTURES[seen.layout][seen.kind], "a GPU, where vLLM runs it",
+            "vLLM drafts with this kind by its V2 model runner alone, which needs Triton; on a CPU it refuses it",
+        )  # fmt: skip
     if len(set(seen.layer.get("layer_types") or ())) > 1:
         seen.warn(
             "layer_types", "sliding and full attention", "one kind",

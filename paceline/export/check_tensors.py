@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.export import speculators
 from paceline.export.findings import DraftFolder
-from paceline.export.folder import LAYER_KEYS
+from paceline.export.folder import LAYER_KEYS, option_names
 from paceline.models.loading import TargetShape
 
 LAYER_TENSORS = (
@@ -70,10 +70,46 @@ def _wanted_tensors(seen: DraftFolder) -> dict[str, list[int]] | None:
     ))  # fmt: skip
     wanted = {"fc.weight": [hidden, len(taps) * hidden], "hidden_norm.weight": [hidden], "norm.weight": [hidden]}
     wanted |= {f"layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in shapes.items()}
+    wanted |= _own_tensors(seen, hidden, layers)
     if _has_draft_vocab(seen):
         size = seen.config["draft_vocab_size"]
         wanted |= {"d2t": [size], "t2d": [seen.layer["vocab_size"]], "lm_head.weight": [size, hidden]}
     return wanted
+
+
+def _own_tensors(seen: DraftFolder, hidden: int, layers: int) -> dict[str, list[int]]:
+    """Names and shapes of what only this kind has; none where its options do not say enough."""
+    options: dict[str, Any] = {name: seen.section.get(name, seen.config.get(name)) for name in option_names(seen.kind)}
+    vocab_size = seen.layer.get("vocab_size")
+    if any(value is None for value in (vocab_size, *options.values())):
+        return {}
+    if seen.kind == "dflash2":
+        taps, group, rank = (options[name] for name in ("conv_kernel_size", "conv_group_size", "selector_rank"))
+        wanted = {
+            "candidate_selector.predecessor_codebook": [vocab_size, rank],
+            "candidate_selector.successor_codebook": [vocab_size, rank],
+            "candidate_selector.hidden_projection.weight": [rank, hidden],
+        }
+        for place in (f"layers.{i}.{name}_conv" for i in range(layers) for name in ("attention", "mlp")):
+            wanted[f"{place}.base_kernel"] = [2, taps, hidden]
+            wanted[f"{place}.kernel_projection.weight"] = [2 * taps * (hidden // group), hidden]
+        return wanted
+    if seen.kind == "dspark":
+        rank, head = options["markov_rank"], options["markov_head_type"]
+        wanted = {
+            "markov_head.markov_w1.weight": [vocab_size, rank],
+            "markov_head.markov_w2.weight": [vocab_size, rank],
+        }
+        if head == "gated":
+            wanted |= {"markov_head.gate_proj.weight": [rank, hidden + rank], "markov_head.gate_proj.bias": [rank]}
+        if head == "rnn":
+            joint = [3 * rank, 2 * rank + hidden]
+            wanted |= {"markov_head.joint_proj.weight": joint, "markov_head.joint_proj.bias": [3 * rank]}
+        if options["enable_confidence_head"]:
+            width = hidden + (rank if options["confidence_head_with_markov"] else 0)
+            wanted |= {"confidence_head.proj.weight": [1, width], "confidence_head.proj.bias": [1]}
+        return wanted
+    return {}
 
 
 def _optional_tensors(seen: DraftFolder, target: TargetShape) -> dict[str, list[int]]:

@@ -56,6 +56,11 @@ class DraftFolder:
         return self.config[LAYOUT_KEYS[self.layout]]
 
     @property
+    def kind(self) -> str:
+        """The drafter kind that it names; of one that is not known, DFlash's keys are looked for."""
+        return {zlab.LAYOUT: zlab, speculators.LAYOUT: speculators}[self.layout].kind_of(self.config) or "dflash"
+
+    @property
     def is_zlab(self) -> bool:
         """Whether it has the z-lab layout; else it has the speculators one."""
         return self.layout == zlab.LAYOUT

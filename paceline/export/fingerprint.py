@@ -6,7 +6,8 @@ takes all of them and accepts less. `fingerprint.json` holds three things, each 
     settings    the trained run's own, not those that the export wrote: a wrong key is named
     drafter     states behind every layer from synthetic features and block inputs, by the training path, in float32
                 from the weights as exported. No target is in them, so that they are exact whatever its precision, and a
-                wrong weight, rotation or mask shows at the first layer that has it
+                wrong weight, rotation or mask shows at the first layer that has it. What a kind has behind the layers
+                (a selector, a bias, a confidence head) is there by its weights
     target      the taps on a few tokens, the mask token's embedding and the logits: the target and the meaning of the
                 layer numbers. Taps are compared with the neighbouring layers' as well: the right one has to be the
                 nearest, whatever bfloat16 adds
@@ -42,6 +43,7 @@ VERSION = 1
 
 SETTINGS = (
     "kind",
+    "options",
     "block_size",
     "mask_token_id",
     "target_layer_ids",
@@ -79,7 +81,7 @@ class Fingerprint:
 
     Attributes:
         settings: Those of `SETTINGS`, as plain values.
-        drafter: Samples of the states from synthetic inputs.
+        drafter: Samples of the states from synthetic inputs, and of weights that no state passes through.
         target: Samples of what the target gives; None where the export did not know it.
         target_dtype: Type that the target computed in.
     """
@@ -95,7 +97,7 @@ class Mismatch:
     """Where a folder does something else than was recorded.
 
     Attributes:
-        stage: ``settings.KEY``, ``layer i``, ``norm``, ``tap i``, ``embedding`` or ``logits``.
+        stage: ``settings.KEY``, ``layer i``, ``norm``, name of a weight, ``tap i``, ``embedding`` or ``logits``.
         seen, wanted: As text.
         difference: Of the samples, relative; None for settings.
         tolerance: Of the difference.
@@ -151,7 +153,8 @@ def make_fingerprint(drafter: DFlashDrafter, target: Target | None, dtype: torch
     """Behaviour of a drafter whose weights are rounded to `dtype`, by the training path."""
     drafter = _rounded(drafter, dtype)
     states = training_states(drafter, synthetic_blocks(drafter.shape))
-    settings, samples = settings_of(drafter.shape), {name: _sample(state) for name, state in states.items()}
+    settings = settings_of(drafter.shape)
+    samples = {name: _sample(state) for name, state in (states | _behind_layers(drafter)).items()}
     if target is None:
         return Fingerprint(settings, samples)
     if target.layer_ids != tuple(drafter.shape.target_layer_ids):
@@ -183,7 +186,7 @@ def compare_drafter(recorded: Fingerprint, drafter: DFlashDrafter) -> list[Misma
     for key, wanted in recorded.settings.items():
         if seen.get(key) != wanted:
             mismatches.append(Mismatch(f"settings.{key}", json.dumps(seen.get(key)), json.dumps(wanted)))
-    states = decode_states(_rounded(drafter, torch.float32), synthetic_blocks(drafter.shape))
+    states = decode_states(_rounded(drafter, torch.float32), synthetic_blocks(drafter.shape)) | _behind_layers(drafter)
     for name, wanted in recorded.drafter.items():
         if (mismatch := _compared(name, states.get(name), wanted, DRAFTER_TOLERANCE)) is not None:
             return [*mismatches, mismatch]
@@ -241,6 +244,11 @@ def synthetic_blocks(shape: DraftShape) -> Blocks:
         torch.from_numpy(noise).float(),
         torch.from_numpy(features).float(),
     )
+
+
+def _behind_layers(drafter: DFlashDrafter) -> dict[str, Tensor]:
+    """Weights of what the kind has behind the layers, which no state passes through, by name."""
+    return {name: p for name, p in drafter.named_parameters() if name.split(".")[0] in drafter.own_modules}
 
 
 def _taps(target: Target) -> dict[int, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,9 @@ from torch import Tensor
 from paceline.errors import ConfigError, ModelError
 from paceline.export.weights import WEIGHTS_FILE, read_tensors
 from paceline.files import staged_folder
-from paceline.models.draft import DraftShape
+from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.engine_limits import VLLM_MARKOV_HEADS, VLLM_METHODS
+from paceline.models.kinds import drafter_class
 from paceline.models.loading import check_layer_ids
 from paceline.models.target import Target
 
@@ -26,10 +28,17 @@ FINGERPRINT_FILE = "fingerprint.json"
 OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, CODE_FILE, FINGERPRINT_FILE}
 """All that an export may write; a folder with anything else is not replaced."""
 
-ARCHITECTURE = "DFlashDraftModel"
-
 LAYOUT_KEYS = {"z-lab": "dflash_config", "speculators": "speculators_config"}
 """The key of `config.json` by which a layout is known; both are objects."""
+
+ARCHITECTURES = {
+    "z-lab": {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"},
+    "speculators": {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"},
+}
+"""What a layout calls the drafter kinds."""
+
+ANCHOR_KEY = "sample_from_anchor"
+"""Whether a block's slot 0 predicts: without it engines take a DSpark folder for either layout of labels."""
 
 LAYER_KEYS = (
     "hidden_size",
@@ -54,6 +63,30 @@ def has_layout(folder: Path | str, layout: str) -> bool:
         return LAYOUT_KEYS[layout] in json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+
+
+def option_names(kind: str) -> tuple[str, ...]:
+    """Options that a kind has of its own; every layout has them under their own names."""
+    return tuple(drafter_class(kind).check_options({}))
+
+
+def predicts_from_anchor(kind: str) -> bool:
+    """Whether slot 0 of a kind's blocks predicts a token."""
+    return drafter_class(kind).label_shift == 1
+
+
+def num_drafted(kind: str, block_size: int) -> int:
+    """Tokens that a block of a kind drafts."""
+    return block_size - 1 + drafter_class(kind).label_shift
+
+
+def vllm_command(folder: Path | str, drafter: DFlashDrafter, target_name: str) -> str:
+    """How vLLM takes a folder of either layout, counting drafted tokens; or that it does not."""
+    head, method = drafter.shape.options.get("markov_head_type"), VLLM_METHODS[drafter.shape.kind]
+    if head is not None and head not in VLLM_MARKOV_HEADS:
+        return f"vLLM: has no place for markov_head_type={head}, and refuses the folder"
+    config = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": drafter.num_predicted})
+    return f"vLLM: vllm serve {target_name} --speculative-config '{config}'"
 
 
 def export_place(out_dir: Path | str) -> Path:
@@ -149,6 +182,10 @@ def check_drafter(shape: DraftShape, where: str, taps: str) -> None:
         )
     if shape.block_size < 2:
         raise ModelError(f"{where}: block_size={shape.block_size}; 2 or more were wanted, the anchor included")
+    try:
+        drafter_class(shape.kind).check_shape(shape)
+    except ConfigError as error:
+        raise ModelError(f"{where}: {error}") from error
     if len(shape.layer_types) != shape.num_hidden_layers:
         raise ModelError(
             f"{where}: layer_types has {len(shape.layer_types)} entries for num_hidden_layers={shape.num_hidden_layers}"
@@ -213,6 +250,41 @@ def layer_ids(section: dict[str, Any], key: str, path: Path) -> tuple[int, ...]:
     if not isinstance(value, list) or any(type(i) is not int for i in value):
         raise ModelError(f"{path}: {key}={value!r}; a list of layers was wanted")
     return tuple(value)
+
+
+def options_of(sections: Sequence[dict[str, Any]], kind: str, path: Path) -> dict[str, Any]:
+    """A kind's own options, from the sections that may hold them.
+
+    Raises: ModelError if one is in none of them, two values are there, or it is of another type.
+    """
+    options: dict[str, Any] = {}
+    for name in option_names(kind):
+        values = [section[name] for section in sections if section.get(name) is not None]
+        if not values:
+            raise ModelError(f"{path} has no {name}, and a guess would change what the drafter computes")
+        if any(value != values[0] for value in values):
+            raise ModelError(f"{path}: {name} is {values[0]!r} in one place and {values[1]!r} in another")
+        options[name] = values[0]
+    try:
+        return drafter_class(kind).check_options(options)
+    except ConfigError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def check_anchor(sections: Sequence[dict[str, Any]], kind: str, path: Path) -> None:
+    """Whether slot 0 predicts as it does in this kind; of one whose slot 0 does, the file has to say so.
+
+    Raises: ModelError.
+    """
+    predicts = predicts_from_anchor(kind)
+    for section in sections:
+        check_fixed(section, {ANCHOR_KEY: predicts}, path)
+    if predicts and all(section.get(ANCHOR_KEY) is None for section in sections):
+        raise ModelError(
+            f"{path} has no {ANCHOR_KEY}: some engines then take slot 0 for the one that predicts the token after the "
+            f"anchor, others for a slot that predicts nothing, and the wrong one accepts almost nothing. Write "
+            f'"{ANCHOR_KEY}": true at the top level if slot 0 was trained'
+        )
 
 
 def check_fixed(section: dict[str, Any], fixed: dict[str, Any], path: Path) -> None:

@@ -1,9 +1,9 @@
 """The speculators folder: what vLLM's speculators integration and the package `speculators` load.
 
     config.json          the algorithm, its target by name, and the drafter's layers as a nested Qwen3 configuration
-    model.safetensors    11 tensors a layer and 3 more; for a part of the vocabulary also `d2t` (draft token i is the
-                         target's token i + d2t[i]), `t2d` (which of the target's tokens can be drafted), and the rows
-                         of the target's head for those tokens (`lm_head.weight`)
+    model.safetensors    11 tensors a layer and 3 more, and those of the kind; for a part of the vocabulary also `d2t`
+                         (draft token i is the target's token i + d2t[i]), `t2d` (which of the target's tokens can be
+                         drafted), and the rows of the target's head for those tokens (`lm_head.weight`)
 
 The embedding, and the head over the whole vocabulary, are not written: both readers take them from the target, vLLM
 without a second copy. Older folders carry them, and load.
@@ -13,7 +13,6 @@ Source: `speculators` 0.9.0, which writes the same, and the reader in vLLM 0.33.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +22,13 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.export.folder import (
-    ARCHITECTURE,
+    ANCHOR_KEY,
+    ARCHITECTURES,
     CONFIG_FILE,
     LAYER_KEYS,
     LAYOUT_KEYS,
     causality,
+    check_anchor,
     check_drafter,
     check_fixed,
     check_target,
@@ -37,16 +38,23 @@ from paceline.export.folder import (
     export_place,
     has_layout,
     layer_ids,
+    num_drafted,
     numbers,
+    option_names,
+    options_of,
+    predicts_from_anchor,
     read_config,
     rope_of,
     token_id,
+    vllm_command,
     wanted,
     write_export,
 )
 from paceline.export.weights import read_tensors
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.engine_limits import VLLM_MARKOV_HEADS
+from paceline.models.kinds import drafter_class
 from paceline.models.loading import read_shape
 from paceline.models.target import Target
 
@@ -54,7 +62,6 @@ LAYOUT = "speculators"
 VERSION = "0.9.0"
 """Of the package whose layout this is."""
 
-FIXED_VALUES = {"speculators_model_type": "dflash", "sample_from_anchor": False}
 FIXED_LAYER_VALUES = {
     "model_type": "qwen3",
     "hidden_act": "silu",
@@ -66,8 +73,8 @@ FIXED_LAYER_VALUES = {
 """What the drafter always is. A file that says otherwise holds another model."""
 
 KNOWN_KEYS = {
-    *FIXED_VALUES,
     LAYOUT_KEYS[LAYOUT],
+    ANCHOR_KEY,
     "architectures",
     "aux_hidden_state_layer_ids",
     "block_size",
@@ -75,6 +82,7 @@ KNOWN_KEYS = {
     "mask_token_id",
     "num_target_layers",
     "sliding_window_non_causal",
+    "speculators_model_type",
     "target_hidden_size",
     "transformer_layer_config",
     # These say nothing of what the drafter computes.
@@ -146,11 +154,10 @@ def export_speculators(
 
 def serving_commands(folder: Path | str, drafter: DFlashDrafter, target_name: str) -> list[str]:
     """How to go on. vLLM can start from the folder alone, but then refuses a target that is no hub id."""
-    vllm = json.dumps({"method": "dflash", "model": str(folder), "num_speculative_tokens": drafter.num_predicted})
     return [
         f"next: paceline check {folder} --target {target_name}",
         f"eval: paceline eval --target {target_name} --draft {folder} --prompts FILE",
-        f"vLLM: vllm serve {target_name} --speculative-config '{vllm}'",
+        vllm_command(folder, drafter, target_name),
     ]
 
 
@@ -163,7 +170,7 @@ def load_speculators(folder: Path | str) -> DFlashDrafter:
     """
     folder = Path(folder)
     shape = _shape_of(read_config(folder, LAYOUT), folder / CONFIG_FILE)
-    drafter, tensors = DFlashDrafter(shape), read_tensors(folder)
+    drafter, tensors = drafter_class(shape.kind)(shape), read_tensors(folder)
     own = drafter.state_dict()
     head_rows = shape.draft_vocab_size or shape.vocab_size
     expected = own | {
@@ -199,8 +206,13 @@ def _as_written(shape: DraftShape) -> DraftShape:
 
 def _check_shape(shape: DraftShape) -> None:
     """What the layout has no place for, or its readers would misread. Raises: ModelError."""
-    if shape.kind != "dflash":
-        raise ModelError(f"draft.kind={shape.kind} cannot be exported as speculators: only dflash can")
+    head = shape.options.get("markov_head_type")
+    if head is not None and head not in VLLM_MARKOV_HEADS:
+        raise ModelError(
+            f"draft.options.markov_head_type={head} cannot be exported as speculators: vLLM, which serves the layout, "
+            f"has {' and '.join(VLLM_MARKOV_HEADS)} alone. Use --format zlab, of which SGLang builds every head, or "
+            "train with markov_head_type=vanilla"
+        )
     if shape.is_causal == "sliding":
         raise ModelError(
             "causal sliding layers beside bidirectional full ones (draft.is_causal=sliding) cannot be exported as "
@@ -239,26 +251,28 @@ def _check_target(shape: DraftShape, target: Target, name: str) -> None:
         if there:
             raise ModelError(
                 f"{name} has {what}, which the speculators layout has no place for: engines would draft without it. "
-                "Use --format zlab, with a drafter over the full vocabulary"
+                "Use --format zlab, with a drafter over the full vocabulary that is no DSpark"
             )
 
 
 def _config_of(shape: DraftShape, target: Target, target_name: str, dtype: torch.dtype) -> dict[str, Any]:
     """The configuration, in the order in which it is written. A `model_type` at the top would hide it from vLLM."""
+    kind = shape.kind
     place, architecture = Path(target_name).expanduser(), target.shape.architecture
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURES[LAYOUT][kind]],
         "dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": False,
         "speculators_version": VERSION,
-        **FIXED_VALUES,
+        "speculators_model_type": kind,
+        ANCHOR_KEY: predicts_from_anchor(kind),
         LAYOUT_KEYS[LAYOUT]: {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": shape.block_size - 1,
+                    "speculative_tokens": num_drafted(kind, shape.block_size),
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
@@ -276,6 +290,7 @@ def _config_of(shape: DraftShape, target: Target, target_name: str, dtype: torch
         # Counted as what enters a layer, of which number 0 is the embedding.
         "aux_hidden_state_layer_ids": [i + 1 for i in shape.target_layer_ids],
         "sliding_window_non_causal": not shape.is_causal,
+        **{name: shape.options[name] for name in option_names(kind)},
         "transformer_layer_config": {
             "model_type": "qwen3",
             **{key: getattr(shape, key) for key in LAYER_KEYS},
@@ -285,7 +300,7 @@ def _config_of(shape: DraftShape, target: Target, target_name: str, dtype: torch
             "layer_types": list(shape.layer_types),
             "use_sliding_window": "sliding_attention" in shape.layer_types,
             "sliding_window": shape.sliding_window,
-            # vLLM takes `sliding_window_non_causal` for every layer, unless this key says it.
+            # Unless this key says it, vLLM takes `sliding_window_non_causal` for every layer, and for none of DSpark's.
             "is_causal": shape.is_causal,
             # Only this form: in the configuration that vLLM makes of this, `rope_scaling` would overwrite it.
             "rope_parameters": dict(shape.rope),
@@ -320,11 +335,28 @@ def _check_draft_vocab(d2t: Tensor, t2d: Tensor, path: Path) -> None:
         raise ModelError(f"{path}: t2d marks other tokens than d2t leads to")
 
 
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """The drafter kind that a configuration names; None: none that is known."""
+    kind = str(config.get("speculators_model_type") or "dflash")
+    return kind if kind in ARCHITECTURES[LAYOUT] else None
+
+
+def known_keys(kind: str) -> set[str]:
+    """Keys that may stand at the top level; others mean another kind of drafter."""
+    return KNOWN_KEYS | set(option_names(kind))
+
+
 def _shape_of(config: dict[str, Any], path: Path) -> DraftShape:
     """The drafter that a configuration describes. Raises: ModelError for what this drafter is not."""
-    if unknown := sorted(config.keys() - KNOWN_KEYS):
+    kind = kind_of(config)
+    if kind is None:
+        raise ModelError(
+            f"{path}: speculators_model_type={config['speculators_model_type']!r}; one of "
+            f"{', '.join(ARCHITECTURES[LAYOUT])} was wanted"
+        )
+    if unknown := sorted(config.keys() - known_keys(kind)):
         raise ModelError(f"{path} has {unknown}, which mean another kind of drafter")
-    check_fixed(config, FIXED_VALUES, path)
+    check_anchor((config,), kind, path)
     layer = wanted(config, "transformer_layer_config", path)
     check_fixed(layer, FIXED_LAYER_VALUES, path)
     plain = numbers(layer, LAYER_KEYS, path)
@@ -332,13 +364,18 @@ def _shape_of(config: dict[str, Any], path: Path) -> DraftShape:
     vocab_size, draft_vocab_size = plain["vocab_size"], numbers(config, ["draft_vocab_size"], path)["draft_vocab_size"]
     if draft_vocab_size > vocab_size:
         raise ModelError(f"{path}: draft_vocab_size={draft_vocab_size} of a vocabulary of {vocab_size}")
+    if draft_vocab_size < vocab_size and not drafter_class(kind).supports_draft_vocab:
+        raise ModelError(
+            f"{path}: draft_vocab_size={draft_vocab_size} of a vocabulary of {vocab_size}: a drafter of "
+            f"draft.kind={kind} drafts from the whole vocabulary here"
+        )
     layer_types = _layer_types_of(layer, path)
     rope = rope_of(layer, path)
     _check_rope(rope, str(path))
     shape = DraftShape(
         **plain,
         rope=rope,
-        block_size=_block_size_of(config, path),
+        block_size=_block_size_of(config, kind, path),
         mask_token_id=token_id(config, "mask_token_id", path),
         target_layer_ids=tuple(i - 1 for i in layer_ids(config, "aux_hidden_state_layer_ids", path)),
         num_target_layers=_num_target_layers_of(config, path),
@@ -348,21 +385,24 @@ def _shape_of(config: dict[str, Any], path: Path) -> DraftShape:
         if "sliding_attention" in layer_types
         else layer.get("sliding_window"),
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
+        kind=kind,
+        options=options_of((config,), kind, path),
     )
     check_drafter(shape, str(path), "aux_hidden_state_layer_ids, which count one higher")
     return shape
 
 
-def _block_size_of(config: dict[str, Any], path: Path) -> int:
-    """It has to hold what is drafted by default, and the anchor."""
+def _block_size_of(config: dict[str, Any], kind: str, path: Path) -> int:
+    """It has to hold what is drafted by default."""
     block_size, section = token_id(config, "block_size", path), config[LAYOUT_KEYS[LAYOUT]]
-    check_fixed(section, {"algorithm": "dflash"}, path)
+    check_fixed(section, {"algorithm": kind}, path)
+    most = num_drafted(kind, block_size)
     for method in section.get("proposal_methods") or []:
-        drafted = method.get("speculative_tokens", block_size - 1)
-        if drafted > block_size - 1:
+        drafted = method.get("speculative_tokens", most)
+        if drafted > most:
             raise ModelError(
                 f"{path}: speculative_tokens={drafted} with block_size={block_size}, which has the anchor in it and "
-                f"drafts {block_size - 1}"
+                f"drafts {most}"
             )
     return int(block_size)
 

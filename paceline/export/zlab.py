@@ -1,16 +1,20 @@
 """The released DFlash folder: what z-lab's decoder, vLLM and SGLang load.
 
     config.json          a Qwen3 configuration, and `dflash_config` with what makes it a drafter
-    model.safetensors    11 tensors a layer and 3 more; embedding and head are the target's and never written
+    model.safetensors    11 tensors a layer and 3 more, and those of the kind; embedding and head are the target's and
+                         never written
 
+DFlash2 has its options in `dflash_config` alone. DSpark has them at the top level, where vLLM, SGLang and DeepSpec read
+them, and in `dflash_config`, where trainers that build on DFlash do; `sample_from_anchor` only at the top level, as
+vLLM 0.32 refuses a drafter that has it in `dflash_config`.
 Engines fill a missing key with a default of their own, each another one, so every key is written and checked on the way
-back. Source: z-lab/Qwen3-8B-DFlash-b16 and the readers of z-lab's `dflash` 0.1.0, vLLM and SGLang.
+back. Source: z-lab/Qwen3-8B-DFlash-b16 and the readers of z-lab's `dflash` 0.1.0, vLLM and SGLang; for DSpark
+deepseek-ai/DeepSpec.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +24,13 @@ import transformers
 
 from paceline.errors import ModelError
 from paceline.export.folder import (
-    ARCHITECTURE,
+    ANCHOR_KEY,
+    ARCHITECTURES,
     CODE_FILE,
     CONFIG_FILE,
     LAYER_KEYS,
     causality,
+    check_anchor,
     check_drafter,
     check_fixed,
     check_target,
@@ -35,14 +41,19 @@ from paceline.export.folder import (
     has_layout,
     layer_ids,
     numbers,
+    option_names,
+    options_of,
     read_config,
     rope_of,
     token_id,
+    vllm_command,
     wanted,
     write_export,
 )
 from paceline.export.weights import read_tensors
 from paceline.models.draft import DFlashDrafter, DraftShape
+from paceline.models.engine_limits import SGLANG_ALGORITHMS
+from paceline.models.kinds import drafter_class
 from paceline.models.target import Target
 
 LAYOUT = "z-lab"
@@ -51,8 +62,8 @@ PLAIN_KEYS = (*LAYER_KEYS, "num_target_layers")
 """Fields of `DraftShape` that stand in the file under their own name."""
 
 FIXED_VALUES = {"hidden_act": "silu", "attention_bias": False}
-FIXED_ENGINE_VALUES = {"is_neox_style": True, "logit_scale": 1.0, "sample_from_anchor": False}
-FIXED_DFLASH_VALUES = {"sample_from_anchor": False, "use_aux_hidden_state": True, "use_swa": False}
+FIXED_ENGINE_VALUES = {"is_neox_style": True, "logit_scale": 1.0}
+FIXED_DFLASH_VALUES = {"use_aux_hidden_state": True, "use_swa": False}
 """What the drafter always is. A file that says otherwise holds another model. Of these only the first are written; an
 engine reads the others where they are there."""
 
@@ -65,14 +76,14 @@ KNOWN_DFLASH_KEYS = {
     "target_layer_ids",
     "block_size",
     "causal",
+    ANCHOR_KEY,
     *FIXED_DFLASH_VALUES,
-    *OF_TARGET,
 }
 
 KNOWN_KEYS = {
     *transformers.Qwen3Config().to_dict(),
     *FIXED_ENGINE_VALUES,
-    *OF_TARGET,
+    ANCHOR_KEY,
     "block_size",
     "dflash_config",
     "draft_vocab_size",
@@ -127,6 +138,12 @@ def export_zlab(
             "tokens, which the z-lab layout has no place for: engines would use the target's whole head, whose other "
             "rows were never trained against. Use --format speculators, or train with draft.vocab=full"
         )
+    kind = drafter.shape.kind
+    if auto_map and kind != "dflash":
+        raise ModelError(
+            f"--auto-map: the file of code computes draft.kind=dflash, and this drafter is of draft.kind={kind}; leave "
+            "it out"
+        )
     folder = export_place(out_dir)
     check_drafter(drafter.shape, "the drafter", "target_layer_ids")
     config = _config_of(drafter.shape, dtype)
@@ -135,7 +152,7 @@ def export_zlab(
         config["dflash_config"] |= _of_target(drafter.shape, target)
     texts = dict(texts or {})
     if auto_map:
-        config["auto_map"] = {"AutoModel": f"{CODE_FILE.removesuffix('.py')}.{ARCHITECTURE}"}
+        config["auto_map"] = {"AutoModel": f"{CODE_FILE.removesuffix('.py')}.{ARCHITECTURES[LAYOUT][kind]}"}
         texts[CODE_FILE] = Path(__file__).with_name("auto_model.py").read_text(encoding="utf-8")
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
     written = dataclasses.replace(drafter.shape, rope=config["rope_parameters"], is_causal=causality(drafter.shape))
@@ -146,13 +163,13 @@ def export_zlab(
 
 
 def serving_commands(folder: Path | str, drafter: DFlashDrafter, target_name: str = "TARGET") -> list[str]:
-    """How each engine takes the folder: vLLM counts drafted tokens, SGLang the anchor as well."""
-    vllm = json.dumps({"method": "dflash", "model": str(folder), "num_speculative_tokens": drafter.num_predicted})
+    """How each engine takes the folder: vLLM counts drafted tokens, SGLang one more, the token before them."""
     return [
         f"next: paceline check {folder} --target {target_name}",
         f"eval: paceline eval --target {target_name} --draft {folder} --prompts FILE",
-        f"vLLM: vllm serve {target_name} --speculative-config '{vllm}'",
-        f"SGLang: python -m sglang.launch_server --model-path {target_name} --speculative-algorithm DFLASH "
+        vllm_command(folder, drafter, target_name),
+        f"SGLang: python -m sglang.launch_server --model-path {target_name} "
+        f"--speculative-algorithm {SGLANG_ALGORITHMS[drafter.shape.kind]} "
         f"--speculative-draft-model-path {folder} --speculative-num-draft-tokens {drafter.num_predicted + 1}",
     ]
 
@@ -163,7 +180,8 @@ def load_zlab(folder: Path | str) -> DFlashDrafter:
     Raises: ModelError if a file is missing or damaged, the drafter is of another kind, or its tensors do not match.
     """
     folder = Path(folder)
-    drafter = DFlashDrafter(_shape_of(read_config(folder, LAYOUT), folder))
+    shape = _shape_of(read_config(folder, LAYOUT), folder)
+    drafter = drafter_class(shape.kind)(shape)
     tensors = read_tensors(folder)
     check_tensors(tensors, drafter.state_dict(), folder)
     drafter.load_state_dict(tensors, assign=True)
@@ -175,6 +193,23 @@ def is_zlab(folder: Path | str) -> bool:
     return has_layout(folder, LAYOUT)
 
 
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """The drafter kind that a configuration's architecture names; None: none that is known."""
+    named = {architecture: kind for kind, architecture in ARCHITECTURES[LAYOUT].items()}
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        return None
+    return named.get(str(architectures[0]))
+
+
+def known_keys(kind: str) -> tuple[set[str], set[str]]:
+    """Keys that may stand at the top level, and in `dflash_config`; others mean another kind of drafter."""
+    own = set(option_names(kind))
+    if kind == "dspark":
+        return KNOWN_KEYS | own | {"mask_token_id", "target_layer_ids"}, KNOWN_DFLASH_KEYS | own
+    return KNOWN_KEYS | set(OF_TARGET), KNOWN_DFLASH_KEYS | set(OF_TARGET) | own
+
+
 def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
     """The configuration, in the order in which it is written."""
     if unsupported := [key for key in UNSUPPORTED_ROPE_KEYS if shape.rope.get(key) is not None]:
@@ -182,8 +217,11 @@ def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
     rope = {"rope_type": "default", **shape.rope}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     is_causal = causality(shape)
+    block = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.target_layer_ids)}
+    options = {name: shape.options[name] for name in option_names(shape.kind)}
+    is_dspark = shape.kind == "dspark"
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURES[LAYOUT][shape.kind]],
         "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
         **{key: getattr(shape, key) for key in PLAIN_KEYS},
@@ -195,11 +233,8 @@ def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
         # Any value would be about every layer: causal sliding layers beside bidirectional full ones have no other word.
         **({} if is_causal == "sliding" else {"is_causal": is_causal}),
         "block_size": shape.block_size,
-        "dflash_config": {
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": list(shape.target_layer_ids),
-            "block_size": shape.block_size,
-        },
+        **({ANCHOR_KEY: True, **block, **options} if is_dspark else {}),
+        "dflash_config": {**block, "block_size": shape.block_size, **options},
         # Transformers 5 reads the first, engines on version 4 the other two.
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
@@ -208,35 +243,50 @@ def _config_of(shape: DraftShape, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _of_target(shape: DraftShape, target: Target) -> dict[str, float]:
-    """What the target has beside its matrices; nothing for most."""
+    """What the target has beside its matrices; nothing for most. Raises: ModelError if engines would leave it out."""
     values = (embedding_factor(shape, target), target.head.scale, target.head.softcap)
-    return {key: value for key, value in zip(OF_TARGET, values, strict=True) if value is not None and value != 1.0}
+    found = {key: value for key, value in zip(OF_TARGET, values, strict=True) if value is not None and value != 1.0}
+    if found and shape.kind == "dspark":
+        raise ModelError(
+            f"{target.shape.model_type} has {found}, which engines do not apply for draft.kind=dspark: they would "
+            "draft from other logits than were trained. Train draft.kind=dflash2 or dflash for this target"
+        )
+    return found
 
 
 def _shape_of(config: dict[str, Any], folder: Path) -> DraftShape:
     """The drafter that a configuration describes. Raises: ModelError for what this drafter is not."""
     path, draft = folder / CONFIG_FILE, config["dflash_config"]
-    if config.get("architectures") != [ARCHITECTURE]:
-        raise ModelError(f"{path}: architectures {config.get('architectures')}; [{ARCHITECTURE!r}] was wanted")
-    for section, known, name in ((draft, KNOWN_DFLASH_KEYS, f"{path}: dflash_config"), (config, KNOWN_KEYS, str(path))):
+    kind = kind_of(config)
+    if kind is None:
+        names = " or ".join(repr([name]) for name in ARCHITECTURES[LAYOUT].values())
+        raise ModelError(f"{path}: architectures {config.get('architectures')}; {names} was wanted")
+    top_keys, nested_keys = known_keys(kind)
+    for section, known, name in ((draft, nested_keys, f"{path}: dflash_config"), (config, top_keys, str(path))):
         if unknown := sorted(set(section) - known):
             raise ModelError(f"{name} has {unknown}, which mean another kind of drafter")
+    check_anchor((config, draft), kind, path)
     plain = numbers(config, PLAIN_KEYS, path)
     taps = layer_ids(draft, "target_layer_ids", path)
     check_fixed(config, FIXED_VALUES | FIXED_ENGINE_VALUES, path)
     check_fixed(config, {"target_hidden_size": plain["hidden_size"], "draft_vocab_size": plain["vocab_size"]}, path)
     check_fixed(config, {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in taps]}, path)
     check_fixed(draft, FIXED_DFLASH_VALUES, path)
+    mask_token_id = token_id(draft, "mask_token_id", path)
+    if kind == "dspark":
+        check_fixed(config, {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)}, path)
     layer_types = tuple(config.get("layer_types") or ["full_attention"] * plain["num_hidden_layers"])
     shape = DraftShape(
         **plain,
         rope=rope_of(config, path),
         block_size=_block_size_of(config, path),
-        mask_token_id=token_id(draft, "mask_token_id", path),
+        mask_token_id=mask_token_id,
         target_layer_ids=taps,
         layer_types=layer_types,
         is_causal=_causality_of(config, layer_types, path),
         sliding_window=_window_of(config, layer_types, path),
+        kind=kind,
+        options=options_of((config, draft) if kind == "dspark" else (draft,), kind, path),
     )
     check_drafter(shape, str(path), "dflash_config.target_layer_ids")
     return shape

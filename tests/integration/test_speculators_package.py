@@ -19,6 +19,8 @@ from paceline.models.target import Target
 from tests import tiny
 
 dflash = pytest.importorskip("speculators.models.dflash", exc_type=ImportError)
+dflash2 = pytest.importorskip("speculators.models.dflash2", exc_type=ImportError)
+dspark = pytest.importorskip("speculators.models.dspark", exc_type=ImportError)
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS, ANCHORS, KEPT = 24, (5, 9, 17), torch.arange(3, 272, 7)
@@ -108,6 +110,22 @@ def test_what_the_package_saves_is_read(tmp_path: Path) -> None:
     trained.set_draft_vocab(KEPT)
     folder = export_speculators(trained, target, str(tmp_path / "target"), tmp_path / "out", torch.float32)
     model = dflash.DFlashDraftModel.from_pretrained(folder)
+    del model.config.num_target_layers
+    model.save_pretrained(tmp_path / "theirs")
+    read = load_speculators(tmp_path / "theirs")
+    assert read.shape == trained.shape
+    assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in trained.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+@torch.inference_mode()
+def test_what_the_package_saves_of_other_kinds_is_read(kind: str, tmp_path: Path) -> None:
+    """As for DFlash; what it makes from scratch and saves is read, and drafts there what it drafts here."""
+    target = tiny.target("llama", tmp_path / "target")
+    trained = tiny.drafter(tiny.shape_of_kind(kind))
+    folder = export_speculators(trained, target, str(tmp_path / "target"), tmp_path / "out", torch.float32)
+    model_class = {"dflash2": dflash2.DFlash2DraftModel, "dspark": dspark.DSparkDraftModel}
+    model = model_class[kind].from_pretrained(folder)
     del model.config.num_target_layers
     model.save_pretrained(tmp_path / "theirs")
     read = load_speculators(tmp_path / "theirs")

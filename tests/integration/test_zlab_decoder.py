@@ -47,8 +47,11 @@ def zlab(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
         ("llama", {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}),
         ("llama", {"layer_types": ("sliding_attention",) * 2, "sliding_window": 4, "is_causal": True}),
         ("gemma2", {}),  # scales its embedding and caps its logits, which the folder has to say
+        ("llama", {"kind": "dflash2"}),
+        ("llama", {"kind": "dflash2", "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}),
+        ("gemma2", {"kind": "dflash2"}),
     ],
-    ids=["full", "sliding", "sliding_causal", "gemma2"],
+    ids=["full", "sliding", "sliding_causal", "gemma2", "dflash2", "dflash2_sliding", "dflash2_gemma2"],
 )
 def test_the_public_decoder_accepts_the_same_drafts(
     family: str, fields: dict[str, object], zlab: ModuleType, tmp_path: Path
@@ -64,7 +67,8 @@ def test_the_public_decoder_accepts_the_same_drafts(
     start = Target.load(folder, layer_ids=(0,))
     exported = export_zlab(trained, tmp_path / "draft", torch.float32, target=start)
 
-    public_drafter = zlab.DFlashDraftModel.from_pretrained(exported, dtype=torch.float32).eval()
+    public_class = zlab.DFlash2DraftModel if trained.shape.kind == "dflash2" else zlab.DFlashDraftModel
+    public_drafter = public_class.from_pretrained(exported, dtype=torch.float32).eval()
     public_target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     target, drafter = CachedTarget.load(folder, learnt.LAYER_IDS), load_zlab(exported)
     lengths = []
@@ -83,4 +87,5 @@ def test_the_public_decoder_accepts_the_same_drafts(
         assert theirs.acceptance_lengths[: len(rounds)] == rounds
         lengths += rounds
     assert len(set(lengths)) > 2
-    assert sum(lengths) / len(lengths) > 1.3
+    # a selector that has not learnt, as here, turns some right tokens into wrong ones
+    assert sum(lengths) / len(lengths) > (1.2 if trained.shape.kind == "dflash2" else 1.3)

@@ -134,7 +134,7 @@ DRAFTED = "proposal_methods[0].speculative_tokens"
         ("zlab", {}, put("", "dtype", "float32"), "error", "fc.weight and 24 more"),
         ("zlab", {}, put("", "eagle_aux_hidden_state_layer_ids", [1, 3]), "error", "eagle_aux_hidden_state_layer_ids"),
         ("zlab", {}, put("dflash_config", "final_logit_softcapping", 30.0), "error", "final_logit_softcapping"),
-        ("zlab", {}, put("dflash_config", "sample_from_anchor", True), "error", "sample_from_anchor"),
+        ("zlab", {}, put("dflash_config", "sample_from_anchor", True), "error", "dflash_config.sample_from_anchor"),
         ("zlab", {}, put("", "unheard_of", 1), "error", "unheard_of"),
         ("speculators", {}, put("", "aux_hidden_state_layer_ids", [0, 4]), "error", "aux_hidden_state_layer_ids"),
         ("speculators", {}, put("", "aux_hidden_state_layer_ids", [2, 5]), "error", "aux_hidden_state_layer_ids"),

@@ -267,7 +267,7 @@ def test_a_folder_as_target_is_written_whole(target: Target, target_folder: Path
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"kind": "other"}, "draft.kind=other"),
+        ({"kind": "other"}, "draft.kind='other' is no drafter kind"),
         ({"is_causal": True}, "draft.is_causal=true with full-attention layers"),
         (MIXED | {"is_causal": True}, "draft.is_causal=true with full-attention layers"),
         (MIXED | {"is_causal": "sliding"}, "causal sliding layers beside bidirectional full ones .*--format zlab"),
@@ -364,7 +364,7 @@ def test_causality_of_others_is_that_of_the_package(layer: dict[str, Any], causa
     ("change", "named"),
     [
         (lambda c: c.pop("speculators_config"), "no `speculators_config`"),
-        (lambda c: c.update(speculators_model_type="dspark"), "speculators_model_type='dspark' is not supported"),
+        (lambda c: c.update(speculators_model_type="eagle3"), "speculators_model_type='eagle3'"),
         (lambda c: c["speculators_config"].update(algorithm="eagle3"), "algorithm='eagle3'"),
         (lambda c: c.update(markov_rank=256), r"\['markov_rank'\], which mean another kind"),
         (lambda c: c.update(sample_from_anchor=True), "sample_from_anchor=True"),

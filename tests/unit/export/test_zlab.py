@@ -253,7 +253,7 @@ def test_causality_that_differs_by_layer_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda c: c.update(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
+        (lambda c: c.update(architectures=["LiLiCorrDraftModel"]), "LiLiCorrDraftModel"),
         (lambda c: c.pop("dflash_config"), "no `dflash_config`"),
         (lambda c: c["dflash_config"].pop("mask_token_id"), "no mask_token_id"),
         (lambda c: c["dflash_config"].update(target_layer_ids=None), "no target_layer_ids"),
