@@ -396,6 +396,8 @@ def _adopted(config: RunConfig, initial: Initial, shape: TargetShape) -> RunConf
         "vocab": "full" if found.draft_vocab_size is None else found.draft_vocab_size,
     }
     wanted = {key: getattr(config.draft, key) for key in config.draft.model_fields_set & values.keys()}
+    if "options" in wanted:  # those that are left out are the drafter's
+        wanted["options"] = found.options | wanted["options"]
     if wanted.get("layer_types") in ("full", "sliding"):
         wanted["layer_types"] = (f"{wanted['layer_types']}_attention",) * found.num_hidden_layers
     different = [
