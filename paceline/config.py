@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -410,10 +410,20 @@ def load_config(path: Path | str | None, overrides: Iterable[str] = ()) -> RunCo
             raise ConfigError(f"run file {path} is not valid YAML: {error}") from error
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"run file {path} holds a {type(loaded).__name__}; sections such as target: were wanted")
-        tree = {name: {} if section is None else section for name, section in (loaded or {}).items()}
+        tree = loaded or {}
+    return config_of(tree, overrides)
+
+
+def config_of(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
+    """A configuration from the content of a run file, sections by name, which is not changed.
+
+    Raises: ConfigError as `load_config`.
+    """
+    sections = {name: dict(section) if isinstance(section, Mapping) else section for name, section in tree.items()}
+    sections = {name: {} if section is None else section for name, section in sections.items()}
     for override in overrides:
-        _apply_override(tree, override)
-    return parse_config(tree)
+        _apply_override(sections, override)
+    return parse_config(sections)
 
 
 def parse_config(tree: dict[str, Any]) -> RunConfig:

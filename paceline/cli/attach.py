@@ -6,7 +6,8 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ from paceline.profiling.page import PageError
 
 if TYPE_CHECKING:
     from paceline.profiling.evidence import Report
-    from paceline.profiling.look import OurRun
+    from paceline.profiling.look import OurRun, Wish
     from paceline.profiling.verdict import Window
 
 RECENT_S = 120.0
@@ -59,7 +60,7 @@ def attach(
     Any process of yours will do. The verdict names the cause and what would refute it.
     """
     from paceline.profiling.causes import asked_ids
-    from paceline.profiling.look import Wish, look
+    from paceline.profiling.look import Wish
 
     wish = Wish(
         seconds=seconds,
@@ -70,10 +71,22 @@ def attach(
         thread=thread,
     )
     _check_places(as_json, html)
+    _show(look_at(what, wish, lambda text: typer.echo(printable(text), err=True)), as_json, html)
+
+
+def look_at(what: str, wish: Wish, say: Callable[[str], None] = lambda text: None) -> Report:
+    """Look at a process, or at the one of a run of ours, and judge what was seen.
+
+    Args:
+        what: A process number or a run folder.
+        say: Told what a person would want to know meanwhile.
+    Raises: AttachError, CheckpointError, PageError.
+    """
+    from paceline.profiling.look import look
+
     pid, run = _meant(what)
     with _ending_in_order():
-        report = look(pid, wish, run=run, say=lambda text: typer.echo(printable(text), err=True))
-    _show(report, as_json, html)
+        return look(pid, wish, run=run, say=say)
 
 
 def report(
@@ -257,6 +270,9 @@ def _ending_in_order() -> Iterator[None]:
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():  # signals are not a thread's to hear
+        yield
+        return
     previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +18,8 @@ from paceline.files import write_atomically
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.eval.evaluate import Evaluation
+    from paceline.eval.batch import Concurrency
+    from paceline.eval.evaluate import Evaluation, PromptResult
     from paceline.export.card import Provenance
     from paceline.models.draft import DFlashDrafter
     from paceline.models.target import Target
@@ -131,18 +133,11 @@ def eval(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as one web page.")] = None,
 ) -> None:
     """Decode prompts plainly, with n-gram drafts and with the drafter: acceptance length, losslessness, speed."""
-    import torch
     from rich.console import Console
 
     from paceline.cli.evaluate_engines import ServerOptions, served_record
     from paceline.cli.evaluate_show import print_evaluation, print_prompt, print_served
-    from paceline.eval.batch import BatchTarget, batch_sizes, measure_concurrency
-    from paceline.eval.calibrate import fewest_nearly_best, swept_blocks
-    from paceline.eval.decode import CachedTarget, check_confidence, check_fit
-    from paceline.eval.evaluate import encode_prompts, evaluate_blocks, read_prompts, sample_prompts
-    from paceline.eval.sampling import Sampling
-    from paceline.models.loading import load_tokenizer, read_shape
-    from paceline.plan.resolve import resolve_device
+    from paceline.eval.evaluate import read_prompts, sample_prompts
 
     if json_file not in (None, "-"):
         _check_writable("--json", Path(json_file))
@@ -150,12 +145,6 @@ def eval(
         _check_writable("--html", html)
     if block_size and sweep_block_sizes:
         raise ConfigError("--block-size and --sweep-block-sizes: name the sizes, or have them chosen")
-    if draft_sampling == "sampled" and not temperature:
-        raise ConfigError(
-            "--draft-sampling sampled at --temperature 0: greedy decoding draws nothing; name a temperature above 0"
-        )
-    if verify == "auto" and batch is None:
-        raise ConfigError("--verify auto decides over several prompts at a time: name them with --batch B")
     server = ServerOptions(url, baseline_url, model)
     fixed = {
         "--block-size": bool(block_size),
@@ -190,15 +179,90 @@ def eval(
         _write_record(console, record, json_file, html)
         return
     assert draft is not None
+    record = evaluate_drafter(
+        target,
+        draft,
+        messages,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        block_sizes=None if sweep_block_sizes else block_size or [],
+        batch=batch,
+        draft_sampling=draft_sampling,
+        verify_threshold=verify_threshold,
+        verify=verify,
+        thinking=None if thinking is None else thinking == "on",
+        ngram=ngram,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        on_prompt=lambda result, so_far: print_prompt(console, result, so_far, len(messages)),
+        on_size=lambda found: console.print(
+            f"{found.batch_size} at a time: plain {found.baseline_tok_per_s:.1f} tok/s, "
+            f"drafted {found.tok_per_s:.1f} tok/s"
+        ),
+    )
+    record["prompt_files"] = named_files
+    print_evaluation(console, record)
+    _write_record(console, record, json_file, html)
+
+
+def evaluate_drafter(
+    target: str,
+    draft: Path,
+    messages: Sequence[list[dict[str, Any]]],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    block_sizes: Sequence[int] | None = (),
+    batch: int | None = None,
+    draft_sampling: Literal["greedy", "sampled"] = "greedy",
+    verify_threshold: float = 0.0,
+    verify: Literal["all", "auto"] = "all",
+    thinking: bool | None = None,
+    ngram: bool = True,
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    on_prompt: Callable[[PromptResult, Evaluation], None] = lambda result, so_far: None,
+    on_size: Callable[[Concurrency], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Decode prompts plainly, with n-gram drafts and with a drafter: the record that `paceline eval --json` writes.
+
+    Arguments are the options of that command.
+
+    Args:
+        messages: Of each prompt, from `read_prompts`.
+        block_sizes: Empty: the trained one; None: from 2 up.
+        on_prompt, on_size: Called after each prompt, and after each number of prompts at a time.
+    Raises: ModelError, CheckpointError, ConfigError.
+    """
+    import torch
+
+    from paceline.eval.batch import BatchTarget, batch_sizes, measure_concurrency
+    from paceline.eval.calibrate import fewest_nearly_best, swept_blocks
+    from paceline.eval.decode import CachedTarget, check_confidence, check_fit
+    from paceline.eval.evaluate import encode_prompts, evaluate_blocks
+    from paceline.eval.sampling import Sampling
+    from paceline.models.loading import load_tokenizer, read_shape
+    from paceline.plan.resolve import resolve_device
+
+    if draft_sampling == "sampled" and not temperature:
+        raise ConfigError(
+            "--draft-sampling sampled at --temperature 0: greedy decoding draws nothing; name a temperature above 0"
+        )
+    if verify == "auto" and batch is None:
+        raise ConfigError("--verify auto decides over several prompts at a time: name them with --batch B")
     drafter = load_any_drafter(draft)
     check_confidence(drafter, verify_threshold > 0 or verify == "auto")
-    sizes = block_size or [drafter.shape.block_size]
-    if sweep_block_sizes:
+    sizes = list(block_sizes or [drafter.shape.block_size])
+    if block_sizes is None:
         sizes = swept_blocks(drafter.shape.block_size, 2 - drafter.label_shift)
     where = resolve_device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     tokenizer = load_tokenizer(target, revision, trust_remote_code)
-    encoded = encode_prompts(messages, tokenizer, None if thinking is None else thinking == "on")
+    encoded = encode_prompts(messages, tokenizer, thinking)
     shape = read_shape(target, revision, trust_remote_code)
     check_fit(drafter, shape, drafter.shape.target_layer_ids)
     if (largest := max(map(max, encoded), default=0)) >= shape.vocab_size:
@@ -233,15 +297,15 @@ def eval(
         ngram=ngram,
         sampling=sampling,
         verify_threshold=verify_threshold,
-        on_prompt=lambda result, so_far: print_prompt(console, result, so_far, len(encoded)),
+        on_prompt=on_prompt,
     )
     served = fewest_nearly_best({size: one.tok_per_s for size, one in evaluations.items()})
     evaluation = evaluations[served]
     record = {
         "target": target,
         "draft": str(draft),
-        "prompt_files": named_files,
-        "thinking": thinking or "as the template has it",
+        "prompt_files": [],
+        "thinking": {None: "as the template has it", True: "on", False: "off"}[thinking],
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else str(where),
         "dtype": str(dtype).removeprefix("torch."),
         "kernel": cached_target.kernel,
@@ -263,14 +327,10 @@ def eval(
             sampling=sampling,
             verify_threshold=verify_threshold,
             verify=verify,
-            on_size=lambda found: console.print(
-                f"{found.batch_size} at a time: plain {found.baseline_tok_per_s:.1f} tok/s, "
-                f"drafted {found.tok_per_s:.1f} tok/s"
-            ),
+            on_size=on_size,
         )
         record |= {"verify": verify, "concurrency": [row.as_dict() for row in rows]}
-    print_evaluation(console, record)
-    _write_record(console, record, json_file, html)
+    return record
 
 
 def _write_record(console: Console, record: dict[str, Any], json_file: str | None, html: Path | None) -> None:

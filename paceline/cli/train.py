@@ -104,15 +104,31 @@ def train(
 ) -> None:
     """Train a drafter; on an existing run folder, go on where it stopped."""
     config = load_config(run_file, overrides or [])
-    interval_s = profile_interval_of(config, profile_interval)
-    run = RunFolder(config.run.dir)
-    allowed = allowed_keys(allow_change or [])
-    if run.exists:
-        config = merge_with_saved(run.read_config(), config, allowed)
     if dry_run:
-        _print_plan(config, interval_s, as_json)
+        interval_s = profile_interval_of(config, profile_interval)
+        _print_plan(goes_on(config, allowed_keys(allow_change or [])), interval_s, as_json)
         return
-    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s, allowed), as_json)
+    report = start_or_resume(config, TrainProgress(quiet=as_json), profile_interval, allow_change or [])
+    _finish(RunFolder(config.run.dir), report, as_json)
+
+
+def start_or_resume(
+    config: RunConfig, progress: TrainProgress, profile_interval: str | None = None, allow_change: Sequence[str] = ()
+) -> TrainReport:
+    """Train as configured, or go on with the run that is in its folder.
+
+    Args:
+        profile_interval, allow_change: As given to the command.
+    Raises: PacelineError of any kind; the run folder then holds the last complete step.
+    """
+    interval_s, allowed = profile_interval_of(config, profile_interval), allowed_keys(allow_change)
+    return run_training(goes_on(config, allowed), progress, interval_s, allowed)
+
+
+def goes_on(config: RunConfig, allowed: Collection[str] = ()) -> RunConfig:
+    """The configuration of the run that is in its folder, with what may change taken from this; without one, this."""
+    run = RunFolder(config.run.dir)
+    return merge_with_saved(run.read_config(), config, allowed) if run.exists else config
 
 
 def resume(

@@ -1,6 +1,6 @@
 """The one-way rule between rooms, checked on the syntax tree of every file.
 
-    cli -> cluster -> train, export, eval, plan -> pipeline, models, data, control -> kernels, dflash
+    api -> cli -> cluster -> train, export, eval, plan -> pipeline, models, data, control -> kernels, dflash
         -> records, config, errors, files, report, profiling.stages (page, stats, device)
 
 A room may import what stands further right, and itself; rooms on one level do not know each other. Besides:
@@ -10,7 +10,7 @@ A room may import what stands further right, and itself; rooms on one level do n
     plan                may be imported by train, which runs what it resolved
     __main__            is the command line
     profiling.verdict   may be imported by train and cli
-    other profiling     may be imported by cli; all of it sees only itself and the lowest level
+    other profiling     may be imported by cli and api; all of it sees only itself and the lowest level
     ``__version__``     may be imported by anyone
 
     transformers        only in models, export, eval, data
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 EMITTING = {"profiling.stages", "profiling.page", "profiling.stats", "profiling.device"}
 
 LEVELS = [
+    {"api"},
     {"cli"},
     {"cluster"},
     {"train", "export", "eval", "plan"},
@@ -45,6 +46,7 @@ ALLOWED_BESIDE_LEVELS = {
     ("train", "profiling.verdict"),
     ("cli", "profiling.verdict"),
     ("cli", "profiling"),
+    ("api", "profiling"),
 }
 EXTERNAL_ROOMS = {"transformers": {"models", "export", "eval", "data"}, "ray": {"cluster"}}
 
