@@ -77,8 +77,9 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Logits ``[...]``, float32, of ``[..., D]`` and ``[..., E]``."""
-        x = torch.cat([hidden, embedded], dim=-1) if self.with_markov else hidden
-        return self.proj(x)[..., 0].float()
+        weight, width = self.proj.weight[0], hidden.shape[-1]
+        logits = hidden @ weight[:width] + self.proj.bias[0]
+        return (logits + embedded @ weight[width:] if self.with_markov else logits).float()
 
 
 class DSparkDrafter(DFlashDrafter):
