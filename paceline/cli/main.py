@@ -12,7 +12,21 @@ import typer
 from rich.logging import RichHandler
 
 from paceline import __version__
-from paceline.cli import check, data, demo, doctor, evaluate, inspect, plan, profile, regenerate, steer, train, watch
+from paceline.cli import (
+    check,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    inspect,
+    plan,
+    profile,
+    regenerate,
+    report,
+    steer,
+    train,
+    watch,
+)
 from paceline.cli.progress import stderr_console
 from paceline.errors import PacelineError, PipelineError, printable
 
@@ -34,6 +48,7 @@ for verb in (
     train.resume,
     watch.status,
     watch.top,
+    report.report,
     steer.stop,
     steer.checkpoint,
     evaluate.eval,

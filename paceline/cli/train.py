@@ -287,7 +287,7 @@ def _train(
         trackers = stack.enter_context(Trackers(config.tracking, run, state.step, config.model_dump(mode="json")))
         try:
             run.write_config(config)
-            run.write_json("run.json", _run_record(resolved, targets, trainer, state.step))
+            run.write_json("run.json", _run_record(resolved, shape, targets, trainer, state.step))
         except OSError as error:
             raise CheckpointError(f"run.dir {run.path} cannot be written to: {explain(error)}") from error
         run.event("resumed" if state.step else "started", step=state.step, **_changes(allowed))
@@ -615,8 +615,12 @@ def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
             typer.echo(f"  {name}: {value}")
 
 
-def _run_record(resolved: ResolvedRun, targets: Targets, trainer: TrainStep, step: int) -> dict[str, Any]:
-    config = resolved.config
+def _run_record(
+    resolved: ResolvedRun, shape: TargetShape, targets: Targets, trainer: TrainStep, step: int
+) -> dict[str, Any]:
+    from paceline.plan.memory import GIB, memory_plan
+
+    config, planned = resolved.config, vars(memory_plan(resolved, shape))
     here = {"pid": os.getpid(), "host": platform.node(), "device": config.run.device}
     roles = [f"target-{i}" for i in range(config.topology.targets)]
     roles += [f"drafter-{i}" for i in range(config.topology.drafters)]
@@ -631,6 +635,7 @@ def _run_record(resolved: ResolvedRun, targets: Targets, trainer: TrainStep, ste
         "attention": trainer.attention_note,
         "data": _data_record(config.data.path),
         "draft": dataclasses.asdict(resolved.draft),
+        "memory_gib": {name.removesuffix("_bytes"): round(value / GIB, 3) for name, value in planned.items()},
         "versions": {
             "paceline": __version__,
             "python": platform.python_version(),

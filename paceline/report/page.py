@@ -3,12 +3,15 @@
     page(title, lead, section(heading, block, ...), ...) -> one self-contained file
 
 A page loads nothing and runs nothing: no scripts, fonts, images or network, held to that by its own content security
-policy. What it shows is foreign text (prompts, model output, names of machines), so `tag` escapes all that is not
-`Html` already, and `Html` is made by `tag`, `escape` and `join` alone.
+policy; one that is served may have one script, which the policy knows by its digest. What it shows is foreign text
+(prompts, model output, names of machines), so `tag` escapes all that is not `Html` already, and `Html` is made by
+`tag`, `escape` and `join` alone.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import math
 import unicodedata
@@ -132,7 +135,7 @@ def duration(seconds: object) -> str:
 # Text
 
 
-def page(title: str, lead: object, *sections: object, style: str = "") -> str:
+def page(title: str, lead: object, *sections: object, style: str = "", script: str = "") -> str:
     """The whole file.
 
     Args:
@@ -140,20 +143,30 @@ def page(title: str, lead: object, *sections: object, style: str = "") -> str:
         lead: What the page says, in a sentence or two.
         sections: In reading order.
         style: Rules of this page alone, from our code.
+        script: Of a page that is served, from our code; it may ask where the page came from, and nobody else.
     """
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy(script)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
         tag("link", rel="icon", href="data:,"),
         tag("title", title),
         tag("style", Html(STYLE + style)),
+        tag("script", Html(script), type="module") if script else Html(),
     )
     header = tag("header", tag("h1", title), tag("p", lead, class_="lead") if lead else Html())
     return "<!doctype html>\n" + tag("html", head, tag("body", tag("main", header, *sections)), lang="en") + "\n"
+
+
+def policy(script: str = "") -> str:
+    """The content security policy of a page: `POLICY`, and with a script that one alone, by its digest."""
+    if not script:
+        return POLICY
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"{POLICY}; script-src 'sha256-{digest}'; connect-src 'self'"
 
 
 def section(heading: str, *blocks: object) -> Html:

@@ -36,6 +36,7 @@ EVERYWHERE = {"0.0.0.0", "::", "::0"}
 EXCEPTIONS = {
     ("control/socket.py", "bind"): "of an AF_UNIX address with mode 0600; the test below looks at the family",
     ("profiling/metrics_endpoint.py", "server"): "prometheus_client's handler on ADDRESS; the test below looks at it",
+    ("report/live.py", "server"): "the page of a run on ADDRESS, loopback; test_report looks at the socket's address",
     ("train/group.py", "bind"): "of the run's own address, loopback for its own cluster; test_group tries another one",
     ("models/assets.py", "import zipfile"): "one named member of a pinned wheel is read, and nothing unpacked",
 }
