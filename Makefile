@@ -10,7 +10,10 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.paceline-vllm
 
-.PHONY: setup demo fmt check test test-all test-vllm bench clean
+# The site's builder, in the same environment; only `make docs` wants it.
+DOCS_STAMP := $(VENV)/.paceline-docs
+
+.PHONY: setup demo fmt check test test-all test-vllm bench docs dist clean
 
 setup: $(STAMP)
 
@@ -58,6 +61,21 @@ $(VLLM_STAMP): scripts/vllm_requirements.py
 
 bench: setup
 	$(BIN)/python -m benchmarks $(OPTIONS)
+
+# Into build/site. Warnings are errors, broken links and anchors among them. The variable switches off a notice of the
+# theme's about other builders.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	touch $@
+
+# An sdist and a wheel made from it, in dist/, as whoever installs them would make them: without this environment.
+dist: setup
+	$(BIN)/python -m pip install -c constraints.txt build
+	rm -rf dist
+	$(BIN)/python -m build -o dist .
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
