@@ -495,8 +495,9 @@ class _Trial:
         if ended.code == 0 or (ended.code == -signal.SIGKILL and f"{DRIVER} {KILLED}" in self._hit_names()):
             return None
         is_finished = newest_step(self.run / "checkpoints") == self.world.steps
-        if ended.code in (-signal.SIGTERM, 128 + signal.SIGINT) and is_finished:
-            return None
+        num_asked = sum(self._hit_names().count(f"{DRIVER} {name}") for name in ("SIGINT", "SIGTERM"))
+        if ended.code in (-signal.SIGTERM, 128 + signal.SIGINT) and (is_finished or num_asked > 1):
+            return None  # asked again, a run ends without saving, and goes on from its last checkpoint
         return OTHER_END
 
     def _hit_names(self) -> list[str]:
