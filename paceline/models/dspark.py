@@ -77,9 +77,11 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Logits ``[...]``, float32, of ``[..., D]`` and ``[..., E]``."""
-        weight, width = self.proj.weight[0], hidden.shape[-1]
-        logits = hidden @ weight[:width] + self.proj.bias[0]
-        return (logits + embedded @ weight[width:] if self.with_markov else logits).float()
+        weight, width = self.proj.weight, hidden.shape[-1]
+        logits = F.linear(hidden, weight[:, :width], self.proj.bias)
+        if self.with_markov:  # joined with the states they would be copied
+            logits = logits + F.linear(embedded, weight[:, width:])
+        return logits[..., 0].float()
 
 
 class DSparkDrafter(DFlashDrafter):
