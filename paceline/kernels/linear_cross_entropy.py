@@ -141,6 +141,12 @@ def chunk_rows(dpace: DPace | None) -> int:
     return CHUNK_ROWS if dpace is None else max(1, CHUNK_ROWS // dpace.block) * dpace.block
 
 
+def host_chunk_rows(head: Head, dpace: DPace | None) -> int:
+    """The same on the CPU, by the bytes of a chunk's float32 logits."""
+    rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
+    return rows if dpace is None else max(1, rows // dpace.block) * dpace.block
+
+
 def weighted_linear_cross_entropy(
     hidden: Tensor,
     head: Head,
@@ -253,9 +259,7 @@ def _forward(
     hits = torch.zeros_like(labels, dtype=torch.bool)
     loss = hidden.new_zeros((), dtype=torch.float32)
     weight_sum = torch.zeros_like(loss)
-    per_chunk = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
-    if dpace is not None:
-        per_chunk = max(1, per_chunk // dpace.block) * dpace.block
+    per_chunk = host_chunk_rows(head, dpace)
     for start in range(0, num_rows, per_chunk):
         chunk = slice(start, min(start + per_chunk, num_rows))
         index = chunk if rows is None else rows[chunk]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from paceline.kernels.compiled import run_compiled
 from paceline.kernels.linear_cross_entropy import (
-    CHUNK_BYTES,
     Candidates,
     DPace,
     Head,
@@ -26,6 +25,7 @@ from paceline.kernels.linear_cross_entropy import (
     backward_of_rows,
     chunk_rows,
     empty_candidates,
+    host_chunk_rows,
     stored_gradient,
     transformed,
 )
@@ -127,12 +127,7 @@ class _LinearMixedLoss(torch.autograd.Function):
         grad_bias_rows = None if bias_rows is None else torch.zeros_like(bias_rows)
         grad_table = None if bias_table is None else torch.zeros_like(bias_table, dtype=torch.float32)
         body = _run_compiled_body if hidden.is_cuda else _rows_of_chunk
-        if hidden.is_cuda:
-            per_chunk = chunk_rows(dpace)
-        else:
-            per_chunk = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
-            if dpace is not None:
-                per_chunk = max(1, per_chunk // dpace.block) * dpace.block
+        per_chunk = chunk_rows(dpace) if hidden.is_cuda else host_chunk_rows(head, dpace)
         for start in range(0, num_rows, per_chunk):
             chunk = slice(start, min(start + per_chunk, num_rows))
             index = chunk if rows is None else rows[chunk]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.kernels import linear_cross_entropy
 from paceline.kernels import linear_mixed_loss as module
 from paceline.kernels.linear_cross_entropy import DPace, Head, weighted_linear_cross_entropy
 from paceline.kernels.linear_mixed_loss import Bias, Mix, linear_mixed_loss
@@ -74,7 +75,7 @@ def test_it_is_what_autograd_makes_of_the_formula(
     softcap: float | None, scale: float, mix: Mix, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value, overlap and all gradients, in chunks of a few rows."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", 5 * 4 * VOCAB)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 5 * 4 * VOCAB)
     args = case()
     x, rows, table = (each.clone().requires_grad_() for each in (args["hidden"], *args["bias"]))
     found, overlap = linear_mixed_loss(
