@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # the models are slow to import, and a plan from sizes alone 
 
 GIB = 2**30
 
+COMPARED_LOGIT_BYTES = 16
+"""Bytes a logit of a chunk whose distribution is compared with the target's: its product, two gradients and two float32
+log-probabilities, beside the drafter's own product. A calculation; nothing was measured."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -103,7 +107,7 @@ def memory_of(
         shared_bytes=rows * tables * target_size + own_head,
         drafter_bytes=parameters * _bytes_per_parameter(draft_size, batches_per_step, config.topology),
         queue_bytes=min(held * one_batch, int(config.pipeline.queue_gib * GIB) + one_batch * config.topology.targets),
-        activation_bytes=_activation_bytes(config, draft, num_anchors, longest_row, draft_size),
+        activation_bytes=_activation_bytes(config, draft, num_anchors, longest_row, draft_size, last_hidden),
         cache_bytes=int(config.pipeline.feature_cache_gib * GIB),
     )
 
@@ -160,7 +164,7 @@ def _bytes_per_parameter(draft_size: int, batches_per_step: int, topology: Topol
 
 
 def _activation_bytes(
-    config: RunConfig, draft: DraftShape | DraftSizes, num_anchors: int, longest_row: int, size: int
+    config: RunConfig, draft: DraftShape | DraftSizes, num_anchors: int, longest_row: int, size: int, last_hidden: bool
 ) -> int:
     rows = num_anchors * draft.block_size
     query_width, kv_width = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
@@ -172,11 +176,30 @@ def _activation_bytes(
         width = 4 * draft.hidden_size + 3 * draft.intermediate_size + 2 * query_width + 2 * kv_width
         vocab = draft.draft_vocab_size or draft.vocab_size
         loss = (chunk_rows(None) * vocab + 3 * rows * draft.hidden_size) * size
+        loss += chunk_rows(None) * vocab * COMPARED_LOGIT_BYTES if last_hidden else 0
         layers = 1 if config.draft.recompute else draft.num_hidden_layers
-        return layers * (rows * width + context) * size + loss
+        own = _kind_bytes(draft, rows, size, layers, is_compiled=True)
+        return layers * (rows * width + context) * size + loss + own
     # The softmax keeps its float32 output, and the product with the values a copy in the compute type; where that is
     # too much the scores are made again, a group at a time.
     scores = rows * draft.num_attention_heads * (longest_row + draft.block_size)
     attention = min(scores, MAX_KEPT_SCORES) * (4 + size)
     width = 6 * draft.hidden_size + 4 * draft.intermediate_size + 4 * query_width + 4 * kv_width
-    return draft.num_hidden_layers * ((rows * width + 2 * context) * size + attention)
+    own = _kind_bytes(draft, rows, size, draft.num_hidden_layers, is_compiled=False)
+    return draft.num_hidden_layers * ((rows * width + 2 * context) * size + attention) + own
+
+
+def _kind_bytes(draft: DraftShape | DraftSizes, rows: int, size: int, num_layers: int, *, is_compiled: bool) -> int:
+    """What a kind's own modules keep beside DFlash's."""
+    width, options = draft.hidden_size, draft.options
+    if draft.kind == "dflash2":
+        # eager, each of four convolutions keeps a shifted input and full-width weights for every tap; compiled, its
+        # input and the weights of its groups: a guess
+        taps, groups = options["conv_kernel_size"], width // options["conv_group_size"]
+        layer = 4 * (width + taps * groups) if is_compiled else 8 * taps * width
+        candidates = options["selector_top_k"] * (options["selector_rank"] * size + 16)
+        return rows * (num_layers * layer * size + candidates)
+    if draft.kind == "dspark":
+        rank = options["markov_rank"]
+        return draft.vocab_size * rank * (4 + size) + rows * (width + 3 * rank) * size
+    return 0

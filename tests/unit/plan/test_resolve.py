@@ -11,16 +11,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from paceline.cli.train import resolve_config
-from paceline.config import changed_keys, parse_config
+from paceline.config import Loss, Optim, changed_keys, parse_config
 from paceline.data.dataset import INFO_FILE, Dataset, DatasetWriter, Rows
 from paceline.data.prepare import PrepareSettings, prepare
 from paceline.errors import ConfigError, DataError
+from paceline.kernels.linear_cross_entropy import Head
+from paceline.models.kinds import drafter_class
 from paceline.models.loading import load_tokenizer, read_shape
 from paceline.plan import memory
 from paceline.plan.memory import GIB, memory_plan
 from paceline.plan.resolve import ResolvedRun, choose_mask_token, resolve, resolve_device
+from paceline.records import FeatureBatch
+from paceline.train.step import TrainStep
+from tests import tiny
 from tests.toy import ASSETS, Toy
 
 
@@ -227,6 +233,47 @@ def test_scores_that_are_made_again_are_not_counted(toy: Toy, monkeypatch: pytes
     scores = rows * resolved.draft.num_attention_heads * (resolved.longest_row + resolved.draft.block_size)
     saved = resolved.draft.num_hidden_layers * (scores - 100) * 8  # float32: the softmax and its copy
     assert before - memory_plan(resolved, shape).activation_bytes == saved > 0
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_what_a_kind_keeps_beside_dflash_is_what_autograd_keeps(kind: str) -> None:
+    """Of layers that are not compiled, within a tenth."""
+
+    def kept(kind: str) -> tuple[int, int]:
+        """Bytes that the backward pass of a micro-batch keeps, and what the plan adds for the kind."""
+        options = {
+            "dflash": {},
+            "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16},
+            "dspark": tiny.OPTIONS["dspark"] | {"markov_rank": 32},
+        }[kind]
+        shape = tiny.draft_shape(kind=kind, options=options, hidden_size=128, vocab_size=600, block_size=8)
+        drafter = drafter_class(kind)(shape)
+        embed = torch.nn.Embedding(600, 128).requires_grad_(False)
+        head = Head(torch.randn(600, 128, generator=torch.Generator().manual_seed(0)) / 12)
+        drafter.initialise(0, embed, head)
+        step = TrainStep(
+            drafter, embed, head, Optim(), num_anchors=32, loss=Loss(gamma=4.0), mix=drafter.default_mix, seed=0,
+            total_steps=10, dtype=torch.float32,
+        )  # fmt: skip
+        features = FeatureBatch(tiny.row([150, 90], supervised=0.9), torch.randn(240, 256), torch.randn(240, 128))
+        given = [*drafter.parameters(), *embed.parameters(), head.weight, features.context_feature]
+        others = {each.untyped_storage().data_ptr() for each in given}
+        found: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in others:
+                found[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other takes its place
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            step.accumulate(features)
+        kept = sum(each.untyped_storage().nbytes() for each in found.values())
+        return kept, memory._kind_bytes(shape, 32 * 8, 4, shape.num_hidden_layers, is_compiled=False)
+
+    plain, nothing = kept("dflash")
+    whole, planned = kept(kind)
+    assert nothing == 0
+    assert planned == pytest.approx(whole - plain, rel=0.1)
 
 
 def test_the_plan_is_what_an_h200_was_seen_to_take(toy: Toy) -> None:
