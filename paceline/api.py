@@ -13,18 +13,20 @@ when a function is called. docs/python.md has examples that run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from paceline.cli.check import CheckReport
     from paceline.config import RunConfig
     from paceline.data.dataset import DatasetInfo
     from paceline.data.prepare import Report as PrepareReport
+    from paceline.profiling.diff import Diff as AttachDiff
     from paceline.profiling.evidence import Report as AttachReport
     from paceline.train.loop import TrainReport
 
+T = TypeVar("T")
 PathLike = str | Path
 Run = Mapping[str, Any]
 """Sections of a run file: ``{"optim": {"lr": 3e-4}}``."""
@@ -68,6 +70,83 @@ def prepare(
     )
     given = [inputs] if isinstance(inputs, str | Path) else inputs
     return run_prepare([parse_input(str(each)) for each in given], Path(out), settings)
+
+
+def regenerate(
+    inputs: PathLike | Sequence[PathLike],
+    out: PathLike,
+    *,
+    target: PathLike | None = None,
+    server: str | None = None,
+    tokenizer: PathLike | None = None,
+    model: str | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 2048,
+    on_cut: Literal["drop", "keep"] = "drop",
+    thinking: bool | None = None,
+    template: PathLike | None = None,
+    any_template: bool = False,
+    concurrency: int | None = None,
+    seed: int = 0,
+    limit: int | None = None,
+    retries: int = 5,
+) -> dict[str, Any]:
+    """Let the target answer the conversations itself, as `paceline regenerate` does; a folder begun earlier is gone on
+    with. Ctrl-C drops what is under way, if this is the main thread; the same call then goes on.
+
+    Args:
+        inputs: As of `prepare`, without weights.
+        target: A model run here; or `server`, the URL of one that is served, with its `tokenizer`.
+    Returns: the record that ``--json`` prints: ``finished``, and counts of rows, answers and tokens.
+    Raises: ConfigError, DataError, ServerError, ModelError.
+    """
+    from paceline.cli.regenerate import answer_inputs
+
+    given = [inputs] if isinstance(inputs, str | Path) else inputs
+
+    answered = answer_inputs(
+        [str(each) for each in given],
+        Path(out),
+        server=server,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        model=model,
+        target=None if target is None else str(target),
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        on_cut=on_cut,
+        thinking=thinking,
+        template=None if template is None else Path(template),
+        any_template=any_template,
+        concurrency=concurrency,
+        seed=seed,
+        limit=limit,
+        retries=retries,
+        quiet=True,
+    )
+    run, ending = _run(answered)
+    return {"out": str(out), "finished": ending is None, **run.counts.as_dict()}
+
+
+def rows(folder: PathLike, wanted: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Rows of a data set with their text, as `paceline inspect --json` prints them.
+
+    Args:
+        wanted: Numbers of rows; None: all.
+    Returns: for each ``row``, ``source``, ``input_ids``, ``loss_mask`` and ``text``.
+    Raises: DataError.
+    """
+    from paceline.data.dataset import Dataset
+    from paceline.data.inspect import load_own_tokenizer, row_record
+    from paceline.errors import DataError
+
+    dataset = Dataset.open(folder)
+    numbers = range(len(dataset)) if wanted is None else wanted
+    if wrong := [row for row in numbers if not 0 <= row < len(dataset)]:
+        raise DataError(f"row {wrong[0]}: {folder} has rows 0 to {len(dataset) - 1}")
+    tokenizer = load_own_tokenizer(dataset, Path(folder))
+    return (row_record(dataset, tokenizer, row) for row in numbers)
 
 
 def train(
@@ -293,6 +372,47 @@ def attach(
         thread=thread,
     )
     return look_at(str(what), wish)
+
+
+def diff(before: PathLike | AttachReport, after: PathLike | AttachReport) -> AttachDiff:
+    """What moved between two looks beyond noise, as `paceline profile diff` says it.
+
+    Args:
+        before, after: From `attach`, or files that ``--json`` wrote.
+    Returns: the comparison; ``text()`` is what the command prints.
+    Raises: AttachError.
+    """
+    from paceline.profiling.diff import diff as compare
+    from paceline.profiling.diff import load_report
+
+    a, b = (load_report(Path(each)) if isinstance(each, str | Path) else each for each in (before, after))
+    return compare(a, b)
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end; in a notebook, whose thread has an event loop already, in another thread."""
+    import asyncio
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+
+    async def named() -> T:
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(asyncio.run, named())
+        try:
+            return done.result()
+        except KeyboardInterrupt:  # it ends in order, and leaving the pool waits for that
+            loop, task = started.result()
+            if task is not None:
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 def _config_of(run: PathLike | Run | RunConfig, overrides: Sequence[str]) -> RunConfig:

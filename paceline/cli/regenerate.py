@@ -10,8 +10,9 @@ import platform
 import shlex
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -78,22 +79,27 @@ def regenerate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Let the target answer the prompts itself: a drafter learns from what its target says."""
-    from paceline.data.chat import load_tokenizer
-    from paceline.data.regenerate import AnswerSettings
-
-    if (server is None) == (target is None):
-        raise ConfigError("who answers? Name either --server URL with --tokenizer, or --target DIR|ID")
-    if server is not None and tokenizer is None:
-        raise ConfigError("--server needs --tokenizer DIR|ID: the server's prompts are compared with its rendering")
-    if server is None and (tokenizer or model or any_template):
-        raise ConfigError("--tokenizer, --model and --any-template are for a --server: a --target brings its own")
-    settings = AnswerSettings(temperature, top_p, max_new_tokens, seed, None if thinking is None else thinking == "on")
-    name = tokenizer or target or ""
-    run = Run(out, name, load_tokenizer(name, template), template, settings, on_cut, _open(inputs), limit, as_json)
-    if server is not None:
-        ending = asyncio.run(run.ask_server(server, model, concurrency or SERVER_CONCURRENCY, retries, any_template))
-    else:
-        ending = asyncio.run(run.ask_model(concurrency))
+    answered = answer_inputs(
+        inputs,
+        out,
+        server=server,
+        tokenizer=tokenizer,
+        model=model,
+        target=target,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        on_cut=on_cut,
+        thinking=None if thinking is None else thinking == "on",
+        template=template,
+        any_template=any_template,
+        concurrency=concurrency,
+        seed=seed,
+        limit=limit,
+        retries=retries,
+        quiet=as_json,
+    )
+    run, ending = asyncio.run(answered)
     if as_json:
         print(json.dumps({"out": str(out), "finished": ending is None, **run.counts.as_dict()}))
     elif ending is None:
@@ -105,7 +111,49 @@ def regenerate(
         raise DataError(f"no row has an answer; {out / 'rejected.jsonl'} says why")
 
 
-def _open(inputs: list[str]) -> list[Source]:
+async def answer_inputs(
+    inputs: Sequence[str],
+    out: Path,
+    *,
+    server: str | None,
+    tokenizer: str | None,
+    model: str | None,
+    target: str | None,
+    temperature: float,
+    top_p: float,
+    max_new_tokens: int,
+    on_cut: Literal["drop", "keep"],
+    thinking: bool | None,
+    template: Path | None,
+    any_template: bool,
+    concurrency: int | None,
+    seed: int,
+    limit: int | None,
+    retries: int,
+    quiet: bool,
+) -> tuple[Run, signal.Signals | None]:
+    """Answer the inputs as the command's options say: the finished call, and the signal that stopped it or None.
+
+    Raises: ConfigError, DataError, ServerError, ModelError.
+    """
+    from paceline.data.chat import load_tokenizer
+    from paceline.data.regenerate import AnswerSettings
+
+    if (server is None) == (target is None):
+        raise ConfigError("who answers? Name either --server URL with --tokenizer, or --target DIR|ID")
+    if server is not None and tokenizer is None:
+        raise ConfigError("--server needs --tokenizer DIR|ID: the server's prompts are compared with its rendering")
+    if server is None and (tokenizer or model or any_template):
+        raise ConfigError("--tokenizer, --model and --any-template are for a --server: a --target brings its own")
+    settings = AnswerSettings(temperature, top_p, max_new_tokens, seed, thinking)
+    name = tokenizer or target or ""
+    run = Run(out, name, load_tokenizer(name, template), template, settings, on_cut, _open(inputs), limit, quiet)
+    if server is None:
+        return run, await run.ask_model(concurrency)
+    return run, await run.ask_server(server, model, concurrency or SERVER_CONCURRENCY, retries, any_template)
+
+
+def _open(inputs: Sequence[str]) -> list[Source]:
     """Raises: ConfigError for what has no sense here; DataError."""
     from paceline.data.inputs import open_inputs, parse_input
 
@@ -291,10 +339,14 @@ def _version(package: str) -> str | None:
 def stop_on_signals(work: asyncio.Task[Any]) -> Iterator[list[signal.Signals]]:
     """SIGINT and SIGTERM cancel a task, and stand in the list; a second one ends the process at once.
 
-    Ending at once is safe: every line that is written is whole, or is cut off at the next start.
+    Ending at once is safe: every line that is written is whole, or is cut off at the next start. Off the main thread
+    nothing is heard.
     """
     loop = asyncio.get_running_loop()
     seen: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
 
     def handle(number: signal.Signals) -> None:
         if seen:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 import paceline
 from paceline import api
 from paceline.config import load_config
-from paceline.errors import CheckpointError, ConfigError, ModelError
+from paceline.errors import CheckpointError, ConfigError, DataError, ModelError
 from tests.toy import Toy
 
 RUN = {
@@ -47,6 +49,10 @@ def test_from_conversations_to_a_folder_that_engines_load(toy: Toy, tmp_path: Pa
     assert "run.max_steps" not in run["run"] and run["run"]["max_steps"] == 6  # what was given is as it was
     state = api.status(tmp_path / "run")
     assert state["step"] == 6
+    (row,) = api.rows(tmp_path / "data", [3])
+    assert row["row"] == 3 and len(row["input_ids"]) == len(row["loss_mask"])
+    with pytest.raises(DataError, match="rows 0 to 39"):
+        api.rows(tmp_path / "data", [40])
     record = api.evaluate(toy.target, tmp_path / "run", limit=2, max_new_tokens=8, device="cpu", ngram=False)
     assert record["lossless"] and record["prompts"] == 2 and record["acceptance_length"] >= 1
     folder = api.export(tmp_path / "run", tmp_path / "drafter", target=toy.target, dtype="float32")
@@ -77,6 +83,39 @@ def test_a_run_file_and_a_configuration_mean_the_same(toy: Toy, tmp_path: Path) 
     assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 2
 
 
+def test_answers_in_a_notebook(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an event loop runs already; Ctrl-C ends the work in order."""
+
+    async def cell(**wanted: Any) -> dict[str, Any]:
+        return api.regenerate(toy.conversations, tmp_path / "answers", max_new_tokens=4, on_cut="keep", **wanted)
+
+    with asyncio.Runner() as runner:
+        first = runner.run(cell(target=toy.target, limit=2))
+        whole = runner.run(cell(target=toy.target, limit=4))
+    assert first["finished"] and first["num_kept"] == 2
+    assert whole["finished"] and whole["num_kept"] == 4
+    with pytest.raises(ConfigError, match="who answers"):
+        api.regenerate(toy.conversations, tmp_path / "other")
+
+    ended = threading.Event()
+
+    async def endless(self: Any, max_slots: int | None) -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("paceline.cli.regenerate.Run.ask_model", endless)
+    loop = asyncio.new_event_loop()  # as a notebook has it, where Ctrl-C is KeyboardInterrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell(target=toy.target))
+    finally:
+        loop.close()
+    assert ended.is_set()
+
+
 def test_errors_are_the_package_s_own(toy: Toy, tmp_path: Path) -> None:
     """With what to change, and none of the command line's exits."""
     with pytest.raises(ConfigError, match="did you mean optim.lr"):
@@ -89,18 +128,22 @@ def test_errors_are_the_package_s_own(toy: Toy, tmp_path: Path) -> None:
         api.evaluate(toy.target, tmp_path / "nothing", draft_sampling="sampled")
 
 
-def test_a_process_is_looked_at() -> None:
-    """By its number, from another thread as well, which may hear no signals."""
+def test_a_process_is_looked_at(tmp_path: Path) -> None:
+    """By its number, and two looks are compared; from another thread as well, which may hear no signals."""
     process = subprocess.Popen([sys.executable, "-c", "while True: sum(range(1000))"])
     found: list[Any] = []
     try:
-        thread = threading.Thread(target=lambda: found.append(api.attach(process.pid, seconds=1.0)))
-        thread.start()
-        thread.join()
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: found.append(api.attach(process.pid, seconds=1.0)))
+            thread.start()
+            thread.join()
     finally:
         process.kill()
         process.wait()
-    assert len(found) == 1 and found[0].hypotheses
+    assert len(found) == 2 and found[0].hypotheses
+    file = tmp_path / "before.json"
+    file.write_text(found[0].model_dump_json(by_alias=True), encoding="utf-8")
+    assert api.diff(file, found[1]).text() == api.diff(*found).text()
 
 
 def test_nothing_heavy_is_imported_for_the_names() -> None:
@@ -115,7 +158,9 @@ def test_it_is_typed_and_complete() -> None:
     functions = {
         name: each for name, each in vars(api).items() if inspect.isfunction(each) and not name.startswith("_")
     }
-    assert set(functions) == {"prepare", "train", "evaluate", "export", "check", "plan", "status", "attach"}
+    assert {"prepare", "regenerate", "rows", "train", "evaluate", "export", "check", "plan", "status", "attach"} <= set(
+        functions
+    )
     for each in functions.values():
         signature = inspect.signature(each)
         assert signature.return_annotation and all(p.annotation is not p.empty for p in signature.parameters.values())
@@ -131,4 +176,4 @@ def test_the_examples_run(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names: dict[str, Any] = {"CONVERSATIONS": str(toy.conversations), "TARGET": str(toy.target)}
     for example in examples:
         exec(compile(example, "docs/python.md", "exec"), names)
-    assert len(examples) == 3 and names["finished"].step == 4 and len(names["losses"]) == 4
+    assert len(examples) == 4 and names["finished"].step == 4 and len(names["losses"]) == 4
