@@ -25,7 +25,7 @@ from paceline.files import explain
 from paceline.profiling import inside, stages
 from paceline.profiling.live import Others, Reporter
 from paceline.profiling.metrics_endpoint import serving_metrics
-from paceline.profiling.page import Page
+from paceline.profiling.page import Page, Snapshot, ThreadSnapshot
 from paceline.profiling.torch_window import TorchWindow
 from paceline.report.page import duration
 
@@ -123,6 +123,7 @@ def observing(
         stack.callback(toggles.clear)
         stack.callback(window.close)
         verbs = _verbs(page, reporter, window) | _steering_verbs(run, page, reporter)
+        verbs["elsewhere"] = lambda _request: {"processes": [] if others is None else _elsewhere(others)}
         stack.enter_context(serving(folder / CONTROL_SOCKET, verbs))
         stack.enter_context(serving_metrics(page.snapshot, config.profiling.metrics_port, show))
         stack.enter_context(_guarding(run, page, _Passed(), show))
@@ -228,6 +229,44 @@ def _steering_verbs(run: Run, page: Page, reporter: Reporter) -> dict[str, Verb]
         return {"key": key, "old": old, "new": new, "problem": problem}
 
     return {"status": status, "stop": stop, "checkpoint": checkpoint, "set": set_}
+
+
+def _elsewhere(others: Others) -> list[dict[str, Any]]:
+    """Where the run's other processes are, and what their threads do; of those that do not answer soon, where alone."""
+    snapshots = others.snapshots(ends_interval=False)
+    return [
+        {
+            "role": role,
+            **place,
+            "answers": role in snapshots,
+            "threads": []
+            if role not in snapshots
+            else [thread_record(each, snapshots[role]) for each in live(snapshots[role])],
+        }
+        for role, place in sorted(others.places().items())
+    ]
+
+
+def live(page: Snapshot) -> list[ThreadSnapshot]:
+    """A page's threads that live: targets, drafters, the rest, as a batch passes them."""
+
+    def place(thread: ThreadSnapshot) -> tuple[int, int, str, str]:
+        kind = 0 if thread.role.startswith("target") else 1 if thread.role.startswith("drafter") else 2
+        number = thread.role.rpartition("-")[2]
+        return kind, int(number) if number.isdecimal() else 0, thread.role, thread.thread
+
+    return sorted((thread for thread in page.threads if thread.is_live), key=place)
+
+
+def thread_record(thread: ThreadSnapshot, page: Snapshot) -> dict[str, Any]:
+    """What a thread is doing, for JSON; ``stage`` is None between two."""
+    return {
+        "role": thread.role,
+        "thread": thread.thread,
+        "tid": thread.tid,
+        "stage": thread.inner.stage if thread.inner else None,
+        "for_s": (page.taken_ns - thread.inner.since_ns) / 1e9 if thread.inner else None,
+    }
 
 
 def _interval_of(page: Page) -> float:

@@ -36,6 +36,7 @@ class Targets:
         host: This process's, for the ranks to meet at.
         others: The profile pages of all processes elsewhere.
         actors: Those of targets elsewhere that run at the moment, by role.
+        places: Where they run now; `roles` is from the start.
         transport: What has come from them, as `RemoteTargets.transport` has it; None: nothing travels.
     """
 
@@ -52,6 +53,7 @@ class Targets:
     host: str = "127.0.0.1"
     others: Others | None = None
     actors: Callable[[], dict[str, Any]] = dict
+    places: Callable[[], dict[str, dict[str, Any]]] = dict
     transport: Callable[[], dict[str, float]] | None = None
 
 
@@ -88,7 +90,10 @@ def open_targets(
     def actors() -> dict[str, Any]:
         return made.actors() | (ranks.by_role() if ranks is not None else {})
 
-    pages = RemotePages(ray, actors)
+    def places() -> dict[str, dict[str, Any]]:
+        return made.places() | (ranks.roles() if ranks is not None else {})
+
+    pages = RemotePages(ray, actors, places)
     return replace(made, ranks=ranks, roles=roles, host=own_host(topology.address), others=pages)
 
 
@@ -195,5 +200,6 @@ def _remote_targets(
         functools.partial(open_stream, elsewhere=remote),
         remote.roles(),
         actors=remote.actors,
+        places=remote.roles,
         transport=remote.transport,
     )

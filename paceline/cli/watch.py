@@ -17,7 +17,8 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,8 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from paceline.cli import run_state
-from paceline.cli.observe import CONTROL_SOCKET, PROFILE_FOLDER
+from paceline.cli.observe import CONTROL_SOCKET, PROFILE_FOLDER, thread_record
+from paceline.cli.observe import live as live_threads
 from paceline.cli.run_state import LivePage, RunArgument
 from paceline.cli.top_frame import Frame, StageRow, ThreadRows, lines_of
 from paceline.config import RunConfig
@@ -48,6 +50,9 @@ FIRST_S = 0.5
 
 ENDING_S = 15.0
 """Seconds that a process may take from taking its page away to writing how it ended."""
+
+ASK_OTHERS_S = 4.0
+"""Seconds in which it may say what those on other hosts do; it waits for them for two."""
 
 ASK_S = 1.0
 """Seconds in which a process may say how its checkpoints fare."""
@@ -156,18 +161,23 @@ def state_of(run: RunFolder) -> dict[str, Any]:
         "evaluation": run_state.last_evaluation(run),
         "best_acceptance_length": None if page else report.get("best_acceptance_length"),
         "profiling": {"on": page.control.is_on, "interval_s": page.control.interval_s} if page else None,
-        "threads": [
-            {
-                "role": thread.role,
-                "thread": thread.thread,
-                "tid": thread.tid,
-                "stage": thread.inner.stage if thread.inner else None,
-                "for_s": (each.snapshot.taken_ns - thread.inner.since_ns) / 1e9 if thread.inner else None,
-            }
-            for each in pages
-            for thread in _ordered(each.snapshot.threads)
-        ],
+        "threads": [thread_record(thread, each.snapshot) for each in pages for thread in live_threads(each.snapshot)],
+        "elsewhere": elsewhere_of(run, config, pages) if page is not None and not is_stopped else [],
     }
+
+
+def elsewhere_of(run: RunFolder, config: RunConfig | None, pages: Sequence[LivePage]) -> list[dict[str, Any]]:
+    """Processes of a run on Ray that have no page here, as those on other hosts: ``role``, ``host``, ``pid``,
+    ``device``, whether it ``answers``, and its ``threads``. The driver is asked; empty where it does not answer."""
+    if config is None or config.topology.executor != "ray":
+        return []
+    here = {each.snapshot.pid for each in pages}
+    with contextlib.suppress(ControlError):
+        answer = ask(run.path / PROFILE_FOLDER / CONTROL_SOCKET, "elsewhere", timeout_s=ASK_OTHERS_S)
+        found = answer.get("processes")
+        if isinstance(found, list):
+            return [each for each in found if each["host"] != platform.node() or each["pid"] not in here]
+    return []
 
 
 def saving_of(run: RunFolder, timeout_s: float) -> dict[str, Any]:
@@ -254,6 +264,18 @@ def _described(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for number, thread in enumerate(state["threads"]):
         at = "between stages" if thread["stage"] is None else f"in {thread['stage']} for {duration(thread['for_s'])}"
         yield "" if number else "threads", f"{run_state.one_line(thread['role'])}  {run_state.one_line(at)}"
+    for number, process in enumerate(state["elsewhere"]):
+        yield "" if number else "elsewhere", run_state.one_line(_elsewhere_text(process))
+
+
+def _elsewhere_text(process: dict[str, Any]) -> str:
+    doing = [
+        f"{each['role']} "
+        + ("between stages" if each["stage"] is None else f"in {each['stage']} for {duration(each['for_s'])}")
+        for each in process["threads"]
+    ]
+    what = "; ".join(doing) if doing else "no threads" if process["answers"] else f"{process['role']} does not answer"
+    return f"{what}; process {process['pid']} on {process['host']}, {process['device']}"
 
 
 def _profiling_text(is_on: bool, interval_s: float) -> str:
@@ -276,6 +298,7 @@ class Watcher:
     def __init__(self, run: RunFolder, pages: Sequence[LivePage], config: RunConfig | None) -> None:
         self._run, self._config = run, config
         self._pages = [_WatchedPage(page) for page in pages]
+        self._elsewhere = _Elsewhere(lambda: elsewhere_of(run, config, pages))
         self._rate = _Rate()
         self._verdict, self._checkpoint, self._alarms = "", "", list[str]()
         self._looked_at = 0.0
@@ -294,7 +317,9 @@ class Watcher:
         letter = run_state.process_state(now.pid)
         state = STATES.get(letter, "").format(pid=now.pid)
         still_s = min(look.still_s for look in looks)
-        threads = [_rows(thread, look) for look in looks for thread in _ordered(look.now.threads)]
+        threads = [_rows(thread, look) for look in looks for thread in live_threads(look.now)]
+        if self._config is not None and self._config.topology.executor == "ray" and not state:
+            threads += self._elsewhere.rows()
         interval = main.interval
         self._look_at_files(asks=not state)
         ledger = run_state.ledger_of(gauges)
@@ -324,6 +349,7 @@ class Watcher:
 
     def close(self) -> None:
         """Leave counting as it was found, unless somebody changed it since."""
+        self._elsewhere.close()
         for page in self._pages:
             page.close()
 
@@ -351,6 +377,37 @@ class Watcher:
         if not control.is_on:
             return "not counting"
         return f"a table every {control.interval_s:g} s" if control.interval_s else "counting for this view"
+
+
+class _Elsewhere:
+    """What threads on other hosts do; asked for in a thread of its own, as an answer may take seconds."""
+
+    def __init__(self, ask: Callable[[], list[dict[str, Any]]]) -> None:
+        self._ask = ask
+        self._pool = ThreadPoolExecutor(1)
+        self._asked: Future[list[dict[str, Any]]] | None = None
+        self._found: list[dict[str, Any]] = []
+
+    def rows(self) -> list[ThreadRows]:
+        """As of the last answer; asks anew."""
+        if self._asked is not None and self._asked.done():
+            self._found, self._asked = self._asked.result(), None
+        if self._asked is None:
+            self._asked = self._pool.submit(self._ask)
+        return [
+            ThreadRows(
+                role=printable(f"{each['role']} on {process['host']}"),
+                thread=printable(each["thread"]),
+                stage=each["stage"],
+                for_s=each["for_s"] or 0.0,
+                is_waiting=each["stage"] in WAITS,
+            )
+            for process in self._found
+            for each in process["threads"]
+        ]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _WatchedPage:
@@ -538,17 +595,6 @@ def _waits(looks: Sequence[_Look], stage: str, role: str) -> float | None:
     if not shares:
         return 0.0 if any(look.interval for look in looks) else None
     return sum(shares) / len(shares)
-
-
-def _ordered(threads: Sequence[ThreadSnapshot]) -> list[ThreadSnapshot]:
-    """Those that live: targets, drafters, the rest, as a batch passes them."""
-
-    def place(thread: ThreadSnapshot) -> tuple[int, int, str, str]:
-        kind = 0 if thread.role.startswith("target") else 1 if thread.role.startswith("drafter") else 2
-        number = thread.role.rpartition("-")[2]
-        return kind, int(number) if number.isdecimal() else 0, thread.role, thread.thread
-
-    return sorted((thread for thread in threads if thread.is_live), key=place)
 
 
 def _left_s(page: Snapshot | None) -> float | None:

@@ -29,11 +29,12 @@ class Watched:
         folder = run_dir / "profile" if run_dir.is_dir() else Path(tempfile.mkdtemp(prefix="paceline-"))
         self._page = stages.open_run(folder, times_device=times_device, default_role=role)
 
-    def snapshot(self) -> Snapshot | None:
-        """The page as it is, at the end of an interval; None without one."""
+    def snapshot(self, ends_interval: bool = True) -> Snapshot | None:
+        """The page as it is, at the end of an interval or within one; None without one."""
         if self._page is None:
             return None
-        self._page.words[layout.INTERVAL] += 1  # the longest runs are those of an interval
+        if ends_interval:
+            self._page.words[layout.INTERVAL] += 1  # the longest runs are those of an interval
         return self._page.snapshot()
 
     def count(self, is_on: bool) -> None:
@@ -48,11 +49,15 @@ class RemotePages:
     Args:
         ray: The connected module.
         actors: Those that run at the moment.
+        places: Where each role runs.
     """
 
-    def __init__(self, ray: Any, actors: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, ray: Any, actors: Callable[[], dict[str, Any]], places: Callable[[], dict[str, dict[str, Any]]]
+    ) -> None:
         self._ray = ray
         self._actors = actors
+        self.places = places
 
     def count(self, is_on: bool) -> None:
         """Have all count, or leave it; nobody waits for it."""
@@ -60,12 +65,12 @@ class RemotePages:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 actor.count.options(concurrency_group=GROUP).remote(is_on)
 
-    def snapshots(self) -> dict[str, Snapshot]:
+    def snapshots(self, ends_interval: bool = True) -> dict[str, Snapshot]:
         """Pages by role, of those that answer in time."""
         asked: dict[Any, str] = {}
         for role, actor in self._actors().items():
             with contextlib.suppress(self._ray.exceptions.RayError):
-                asked[actor.snapshot.options(concurrency_group=GROUP).remote()] = role
+                asked[actor.snapshot.options(concurrency_group=GROUP).remote(ends_interval)] = role
         done = self._ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)[0] if asked else []
         found = {}
         for each in done:

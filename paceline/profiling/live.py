@@ -46,8 +46,11 @@ class Others(Protocol):
     def count(self, is_on: bool) -> None:
         """Have all count stages, or leave it; does not wait for them."""
 
-    def snapshots(self) -> dict[str, Snapshot]:
+    def snapshots(self, ends_interval: bool = True) -> dict[str, Snapshot]:
         """Their pages by role, of those that answer soon."""
+
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Where each role runs: ``pid``, ``host`` and ``device``."""
 
 
 class Reporter:

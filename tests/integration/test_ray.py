@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.control.socket import ask
 from paceline.errors import ConfigError, PipelineError
 from tests.integration.test_training import assert_same_bits, same_training
 from tests.toy import Toy, train
@@ -64,7 +65,11 @@ def test_a_killed_target_changes_nothing(toy: Toy, straight: tuple[Path, list[di
     """On a cluster of the run's own two processes make the features; one is killed, and every bit is the same."""
     run_dir = tmp_path / "run"
 
+    elsewhere: list[dict[str, Any]] = []
+
     def kill(step: int) -> None:
+        if step == 5:
+            elsewhere.extend(ask(run_dir / "profile" / "control.sock", "elsewhere")["processes"])
         if step == 10:
             os.kill(roles(run_dir)["target-1"]["pid"], signal.SIGKILL)
 
@@ -75,6 +80,8 @@ def test_a_killed_target_changes_nothing(toy: Toy, straight: tuple[Path, list[di
     assert report.ledger["issued"] == report.ledger["trained"] and report.ledger["retried"] >= 1
     assert "target was lost" in events(run_dir)
     places = roles(run_dir)
+    assert [(each["role"], each["answers"]) for each in elsewhere] == [("target-0", True), ("target-1", True)]
+    assert all(each["pid"] == places[each["role"]]["pid"] and len(each["threads"]) == 1 for each in elsewhere)
     assert len({place["pid"] for place in places.values()}) == 3 and places["drafter-0"]["pid"] == os.getpid()
     assert (run_dir / "logs" / "target-0.log").exists()
 

@@ -336,6 +336,40 @@ def test_the_status_of_a_run_elsewhere_says_where(tmp_path: Path) -> None:
     assert code == 1 and "was started on else\\x1bwhere: give this command there" in shown
 
 
+def test_processes_without_a_page_here_are_asked_for(run: Run) -> None:
+    """Those of a run on Ray that are on other hosts: in `status`, and in `top`; who does not answer is named."""
+    assert watch.state_of(run_state.open_run(run.path))["elsewhere"] == []
+    (run.path / "config.yaml").write_text(
+        "target: {path: t}\ndata: {path: d}\ntopology: {executor: ray, targets: 3}\n", encoding="utf-8"
+    )
+    thread = {"role": "target-1", "thread": "t", "tid": 7, "stage": "put_wait", "for_s": 75.0}
+    far = {
+        "role": "target-1",
+        "host": "far",
+        "pid": os.getpid(),
+        "device": "cuda:0",
+        "answers": True,
+        "threads": [thread],
+    }
+    processes = [
+        far,
+        {**far, "role": "target-0", "host": platform.node()},  # has a page here
+        {**far, "role": "target-2", "answers": False, "threads": []},
+    ]
+    with serving(run.path / "profile" / "control.sock", {"elsewhere": lambda _: {"processes": processes}}):
+        found = watch.state_of(run_state.open_run(run.path))["elsewhere"]
+        assert [each["role"] for each in found] == ["target-1", "target-2"]
+        shown = CliRunner(env={"COLUMNS": "200"}).invoke(main.app, ["status", str(run.path)]).stdout
+        assert "target-1 in put_wait for 1 min 15 s; process" in shown and "on far, cuda:0" in shown
+        assert "target-2 does not answer" in shown
+        rows = watch._Elsewhere(lambda: found)
+        deadline = time.monotonic() + 60.0
+        while not (seen := rows.rows()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        rows.close()
+        assert [(each.role, each.stage, each.is_waiting) for each in seen] == [("target-1 on far", "put_wait", True)]
+
+
 def test_the_status_of_a_live_run(run: Run) -> None:
     """A page makes it live: progress, queue, whether it is profiled, and where each thread is."""
     for name, value in (("step", 5), ("total_steps", 50), ("queue", 2), ("queue_depth", 3)):

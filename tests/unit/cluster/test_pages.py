@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import observe
 from paceline.cluster.pages import RemotePages, Watched
 from paceline.profiling import stages
 from paceline.profiling.live import STAGES_FILE, Reporter
@@ -49,7 +50,7 @@ def test_those_that_do_not_answer_are_left_out() -> None:
         def __init__(self, number: int) -> None:
             self.number = number
 
-        def snapshot(self) -> Any:
+        def snapshot(self, ends_interval: bool) -> Any:
             return None if self.number == 2 else f"page {self.number}"
 
         def count(self, is_on: bool) -> None:
@@ -58,10 +59,10 @@ def test_those_that_do_not_answer_are_left_out() -> None:
     ray = FakeRay()
     actors = {f"target-{i}": Actor(lambda i=i: Host(i)) for i in range(3)}
     actors["target-0"].kill()
-    pages = RemotePages(ray, lambda: actors)
+    pages = RemotePages(ray, lambda: actors, dict)
     pages.count(True)
     assert pages.snapshots() == {"target-1": "page 1"}
-    assert RemotePages(ray, dict).snapshots() == {}
+    assert RemotePages(ray, dict, dict).snapshots() == {}
 
 
 def test_a_table_has_the_threads_of_all_processes(host: Watched, tmp_path: Path) -> None:
@@ -75,10 +76,13 @@ def test_a_table_has_the_threads_of_all_processes(host: Watched, tmp_path: Path)
         def count(self, is_on: bool) -> None:
             self.switched.append(is_on)
 
-        def snapshots(self) -> dict[str, Snapshot]:
-            page = host.snapshot()
+        def snapshots(self, ends_interval: bool = True) -> dict[str, Snapshot]:
+            page = host.snapshot(ends_interval)
             assert page is not None
             return {"target-7": page}
+
+        def places(self) -> dict[str, dict[str, Any]]:
+            return {role: {"pid": 1, "host": "far", "device": "cpu"} for role in ("target-7", "target-8")}
 
     others, shown = Others(), list[str]()
     page = host._page
@@ -88,6 +92,14 @@ def test_a_table_has_the_threads_of_all_processes(host: Watched, tmp_path: Path)
     with stages.as_role("target-0"), stages.MODEL_FORWARD:
         time.sleep(0.01)
     reporter.stop()
+    before = host.snapshot(ends_interval=False)
+    with stages.as_role("target-0"), stages.MODEL_FORWARD:
+        first, second = observe._elsewhere(others)
+    assert first["role"] == "target-7" and first["answers"] and first["host"] == "far"
+    assert [(each["role"], each["stage"]) for each in first["threads"]] == [("target-0", "model_forward")]
+    assert second["role"] == "target-8" and not second["answers"] and second["threads"] == []
+    after = host.snapshot(ends_interval=False)
+    assert before is not None and after is not None and after.interval == before.interval  # a viewer moves no figures
     assert others.switched[0] is True
     assert shown[-1].count("model_forward") == 2  # this process's page stands for the other one's too
     lines = (tmp_path / "profile" / STAGES_FILE).read_text().splitlines()
