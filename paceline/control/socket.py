@@ -173,13 +173,13 @@ class ControlSocket:
                 _answer_at_once(connection, str(error))
 
     def _work(self, connection: socket.socket, request: bytes) -> None:
-        try:
-            with connection, contextlib.suppress(OSError):  # the client may be gone
+        with connection, contextlib.suppress(OSError):  # the client may be gone
+            try:
                 answer = self._answer(request)
-                connection.settimeout(REQUEST_S)
-                connection.sendall(answer)
-        finally:
-            self._at_work.release()
+            finally:
+                self._at_work.release()  # before it is sent: who has an answer may ask again
+            connection.settimeout(REQUEST_S)
+            connection.sendall(answer)
 
     def _answer(self, line: bytes) -> bytes:
         try:
