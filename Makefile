@@ -13,7 +13,7 @@ VLLM_STAMP := $(VLLM_VENV)/.paceline-vllm
 # The site's builder, in the same environment; only `make docs` wants it.
 DOCS_STAMP := $(VENV)/.paceline-docs
 
-.PHONY: setup demo fmt check test test-all test-vllm bench docs dist clean
+.PHONY: setup demo fmt check test test-all test-vllm bench reference docs dist clean
 
 setup: $(STAMP)
 
@@ -61,6 +61,20 @@ $(VLLM_STAMP): scripts/vllm_requirements.py
 
 bench: setup
 	$(BIN)/python -m benchmarks $(OPTIONS)
+
+# The reference drafter, on a GPU: prompts, the target's answers, training, measuring. EVALUATION: prompt sets (JSON lines).
+REFERENCE ?= build/reference
+EVALUATION ?=
+reference: setup
+	$(BIN)/python -m pip install -c constraints.txt reasoning-gym==0.1.25
+	set -e; run() { echo "$$@"; $(BIN)/python -m "$$@"; }; out=$(REFERENCE); \
+	target=$$($(BIN)/python -c 'from paceline.models.assets import demo_target; print(demo_target())'); \
+	run benchmarks.reference.prompts --out $$out/prompts --evaluation $(EVALUATION); \
+	run benchmarks.reference.prompts --out $$out/prompts --own-questions 8000 --target $$target --device cuda; \
+	run benchmarks.reference.build --target $$target --prompts $$out/prompts --out $$out; \
+	run benchmarks.reference.train --target $$target --data $$out/data --run $$out/run; \
+	run benchmarks.reference.measure --target $$target --run $$out/run --data $$out/data --sets $(EVALUATION) \
+		--out $$out/reference.json
 
 # Into build/site. Warnings are errors, broken links and anchors among them. The variable switches off a notice of the
 # theme's about other builders.

@@ -1,0 +1,111 @@
+"""The reference data: the target answers the prompts itself, answers that loop are left out, the rest becomes rows.
+
+    python -m benchmarks.reference.build --target MODEL --prompts DIR --out DIR [--max-new-tokens 384]
+
+`--prompts` is what `benchmarks.reference.prompts` wrote; `--out` gets ``answers/`` (`paceline regenerate`; gone on with
+where it was ended), ``kept/`` (without loops), ``data/`` (`paceline prepare`) and ``data.json`` with counts, licences,
+versions and the command. A small target falls into loops; a drafter learns those first, and they flatter its
+acceptance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from paceline import __version__, api
+from paceline.eval.evaluate import ends_in_loop
+from paceline.models.loading import read_shape
+
+
+def answer_of(line: dict[str, Any]) -> list[int]:
+    """Sampled tokens of the last turn of a line of ``answers.jsonl``."""
+    row = line["rows"][-1]
+    start = len(row["input_ids"])
+    while start and row["loss_mask"][start - 1]:
+        start -= 1
+    ids: list[int] = row["input_ids"][start:]
+    return ids
+
+
+def without_loops(answers: Path, kept: Path, stop_ids: tuple[int, ...]) -> dict[str, Any]:
+    """Copy a folder of answers without those that end in a loop; counts, by kind of prompt where that is known."""
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
+    shutil.copy(answers / "regenerate.json", kept)
+    counts: Counter[str] = Counter()
+    with open(answers / "answers.jsonl", encoding="utf-8") as source, open(kept / "answers.jsonl", "w") as out:
+        for text in source:
+            line = json.loads(text)
+            ids = answer_of(line)
+            ended = bool(ids) and ids[-1] in stop_ids
+            if ends_in_loop(ids[:-1] if ended else ids):
+                counts["loops left out"] += 1
+                continue
+            counts["kept"] += 1
+            counts["kept, cut by the limit"] += not ended
+            counts["answer tokens"] += len(ids)
+            out.write(text)
+    return dict(counts)
+
+
+def main() -> None:
+    """Answer, filter, prepare; write what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=384)
+    parser.add_argument("--limit", type=int, help="prompts of each file")
+    parser.add_argument("--concurrency", type=int, help="answers decoded together")
+    options = parser.parse_args()
+    files = sorted(options.prompts.glob("*.jsonl"))
+    started = time.perf_counter()
+    parts: dict[str, Any] = {}
+    for file in files:
+        counts = api.regenerate(
+            file, options.out / "answers" / file.stem, target=options.target, max_new_tokens=options.max_new_tokens,
+            on_cut="keep", limit=options.limit, concurrency=options.concurrency,
+        )  # fmt: skip
+        if not counts["finished"]:
+            raise SystemExit("stopped; the same command goes on")
+        parts[file.stem] = {key: value for key, value in counts.items() if key not in ("out", "finished")}
+        print(file.stem, parts[file.stem], flush=True)
+    answered_s = time.perf_counter() - started
+    stop_ids = read_shape(options.target).eos_token_ids
+    kept = {
+        name: without_loops(options.out / "answers" / name, options.out / "kept" / name, stop_ids) for name in parts
+    }
+    info, report = api.prepare(
+        [options.out / "kept" / name for name in parts], options.out / "data", tokenizer=options.target, max_length=1024
+    )
+    facts = {
+        "command": "python -m benchmarks.reference.build --target MODEL --prompts DIR --out DIR "
+        f"--max-new-tokens {options.max_new_tokens}" + (f" --limit {options.limit}" if options.limit else ""),
+        "versions": {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+                     "python": platform.python_version()},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} threads",
+        "prompts": json.loads((options.prompts / "prompts.json").read_text(encoding="utf-8")),
+        "answered_s": round(answered_s, 1),
+        "answers": parts,
+        "kept": kept,
+        "rows": info.num_rows,
+        "tokens": info.num_tokens,
+        "supervised_tokens": info.num_supervised,
+        "rejected": report.num_rejected,
+    }  # fmt: skip
+    (options.out / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({key: facts[key] for key in ("rows", "tokens", "supervised_tokens", "kept")}))
+
+
+if __name__ == "__main__":
+    main()
