@@ -76,10 +76,10 @@ def test_a_short_head_takes_less_memory(toy: Toy) -> None:
     assert saved == (tiny.VOCAB - 20) * 32 * 2
 
 
-@pytest.mark.parametrize("value", ["observed", "24"])
-def test_the_whole_path_with_a_short_head(toy: Toy, tmp_path: Path, value: str) -> None:
+@pytest.mark.parametrize(("value", "loss"), [("observed", ()), ("24", ("loss.kl=0.5", "loss.l1=0.5"))])
+def test_the_whole_path_with_a_short_head(toy: Toy, tmp_path: Path, value: str, loss: tuple[str, ...]) -> None:
     """It learns, goes on with the same bits after a stop, loads with its tokens, and decodes without loss."""
-    overrides = (f"draft.vocab={value}", "run.max_steps=12", "checkpoint.every_steps=100")
+    overrides = (f"draft.vocab={value}", *loss, "run.max_steps=12", "checkpoint.every_steps=100")
     report, lines = train(toy.config(tmp_path / "straight", *overrides))
     assert report.ending == "finished" and lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1].get("validation_acceptance_length") or report.best_acceptance_length

@@ -9,7 +9,8 @@ from torch import Tensor
 from paceline.dflash.anchors import batch_generator, sample_anchors
 from paceline.dflash.blocks import BlockTargets
 from paceline.kernels.linear_cross_entropy import Head
-from paceline.models.draft import DFlashDrafter
+from paceline.kernels.linear_mixed_loss import Mix
+from paceline.models.draft import DFlashDrafter, LossTerms
 from paceline.records import FeatureBatch
 from tests import tiny
 
@@ -110,3 +111,37 @@ def test_rows_of_a_head_keep_its_scales(softcap: float | None) -> None:
     """A part of the head gives the same logits as the whole, soft cap and scale included."""
     head = Head(full_head().weight, softcap, 0.5)
     torch.testing.assert_close(head.rows(TOKEN_IDS).logits(hidden_rows()), head.logits(hidden_rows())[..., TOKEN_IDS])
+
+
+def test_the_target_is_compared_over_the_tokens_that_can_be_drafted() -> None:
+    """With `kl` and `l1` both distributions are over the draft vocabulary, the target's as it is once the others are
+    ruled out."""
+    drafter, head, mix = short_drafter(), full_head(), Mix(ce=0.3, kl=0.5, l1=0.2)
+    generator = torch.Generator().manual_seed(6)
+    tokens = tiny.row((60, 40))
+    anchors = sample_anchors(tokens.loss_mask, tokens.document_ids, 24, batch_generator(0, 0))
+    last_hidden = torch.randn(len(tokens.input_ids), 32, generator=generator)
+    features = FeatureBatch(tokens, torch.zeros(len(tokens.input_ids), 64), last_hidden)
+    hidden = torch.randn(24, 3, 32, generator=generator).requires_grad_()
+    labels = torch.randint(0, 7, (24, 3), generator=generator)
+    weights = torch.rand(24, 3, generator=generator) * (torch.rand(24, 3, generator=generator) < 0.7)
+    targets = BlockTargets.of(labels, weights)
+    loss, weight, _, parts = drafter.loss(
+        hidden, drafter.own_head(head), targets, anchors.positions, features, LossTerms(mix=mix)
+    )
+    (gradient,) = torch.autograd.grad(loss, hidden)
+
+    own = hidden.detach().clone().requires_grad_()
+    short = head.weight[TOKEN_IDS]
+    log_p = (own @ short.T).log_softmax(-1)
+    places = (anchors.positions[:, None] + torch.arange(3)).clamp(max=len(last_hidden) - 1)
+    log_t = (last_hidden[places] @ short.T).log_softmax(-1)
+    distance = (log_p.exp() - log_t.exp()).abs().sum(-1)
+    rows = -mix.ce * log_p.gather(-1, labels[..., None])[..., 0] + mix.l1 * distance
+    rows = rows + mix.kl * (log_t.exp() * (log_t - log_p)).sum(-1)
+    expected = (weights * rows).sum()
+    (expected_gradient,) = torch.autograd.grad(expected, own)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(weight, weights.sum())
+    torch.testing.assert_close(parts[0], (weights * (1 - distance / 2)).sum())
