@@ -95,11 +95,12 @@ class PeerShape:
     row_len: int
     num_documents: int
     lr: float
+    mask_token: int | None = None
 
     @property
     def mask_token_id(self) -> int:
-        """The vocabulary's last id, which no data here uses."""
-        return self.vocab_size - 1
+        """By default the vocabulary's last id, which no data here uses."""
+        return self.vocab_size - 1 if self.mask_token is None else self.mask_token
 
     @property
     def document_len(self) -> int:
@@ -384,8 +385,7 @@ class SpeculatorsStep:
         Returns: the loss, a float32 scalar on the device.
         """
         ids = input_ids.reshape(1, -1)
-        with torch.no_grad():  # the state whose argmax under the head is the next token
-            last_hidden = self.model.verifier_lm_head.weight[ids.roll(-1, dims=1)].to(self.dtype)
+        last_hidden = self.last_hidden(ids)
         documents, positions = self._layout(tuple(lengths), ids.shape[1])
         with torch.autocast(self.device.type, dtype=self.dtype):
             _, loss, self.metrics = self._forward(
@@ -408,6 +408,12 @@ class SpeculatorsStep:
         for scheduler in self._schedulers:
             scheduler.step()
         return loss.detach()
+
+    @torch.no_grad()
+    def last_hidden(self, ids: Tensor) -> Tensor:
+        """States `[1, S, H]` whose argmax under the head is the next token."""
+        states: Tensor = self.model.verifier_lm_head.weight[ids.roll(-1, dims=1)].to(self.dtype)
+        return states
 
     def _layout(self, lengths: tuple[int, ...], row_len: int) -> tuple[Tensor, Tensor]:
         """Document and position of each token, int64 `[1, S]`, as its collator makes them: -1 and 0 on padding."""

@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--tokens-per-step", type=int, default=24_576)
-    parser.add_argument("--tokens-per-batch", type=int, default=8_192)
+    parser.add_argument("--tokens-per-batch", type=int, default=24_576)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hours", type=float, help="of this call")
     parser.add_argument("--device", default="auto")
