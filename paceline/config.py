@@ -119,6 +119,10 @@ class Draft(_Section):
     full."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; master weights and moments are float32. auto: float32 on the CPU, bfloat16 on a GPU."""
+    feature_noise: Factor = 0.0
+    """Size of the noise added to features in training, as a share of each tap's own root mean square at a token; 0:
+    none. Drafters that draft from their own hidden states need it against drift; one that always sees the target's, as
+    here, has less cause to. Source: EAGLE, arXiv:2401.15077, which adds uniform noise of a fixed size."""
     recompute: bool = False
     """Compute each layer again in the backward pass in place of keeping what it needs: less memory, a third more work.
     """
@@ -178,8 +182,11 @@ class Loss(_Section):
 
 
 class Optim(_Section):
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw: as the paper has it. muon: matrices of the drafter's layers by Muon, at the rate that `lr` is for AdamW;
+    the rest by AdamW. Of one drafter only. Source: Jordan et al., Muon (2024); arXiv:2502.16982."""
     lr: float = Field(default=6e-4, gt=0.0)
-    """Peak learning rate of AdamW. Source: DFlash, A.1."""
+    """Peak learning rate. Source: DFlash, A.1."""
     warmup_ratio: float = Field(default=0.04, ge=0.0, lt=1.0)
     """Share of the steps over which the rate rises linearly. Source: DFlash, A.1."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -325,6 +332,11 @@ class RunConfig(_Section):
             )
         if self.profiling.sigusr1 and self.run.stop_signal == "SIGUSR1":
             raise ValueError("run.stop_signal=SIGUSR1 with profiling.sigusr1=true: one signal cannot mean both")
+        if self.optim.kind == "muon" and self.topology.drafters > 1:
+            raise ValueError(
+                f"optim.kind=muon with topology.drafters={self.topology.drafters}: several drafters each hold parts of "
+                "matrices, which Muon needs whole; use adamw"
+            )
         if self.run.deterministic and self.kernels.attention == "flash4":
             raise ValueError(
                 "run.deterministic=true with kernels.attention=flash4: FlashAttention-4 adds gradients up in no fixed "

@@ -67,6 +67,7 @@ def new_step(recipe: Recipe, drafter: DFlashDrafter, target: Target, group: Grou
         dtype=dtype,
         kernels=config.kernels,
         recompute=config.draft.recompute,
+        feature_noise=config.draft.feature_noise,
         group=group,
         shards_gradients=config.topology.shard_gradients,
     )

@@ -1,4 +1,4 @@
-"""AdamW over float32 master weights, and the learning-rate schedule."""
+"""AdamW over float32 master weights, Muon for matrices if that is asked for, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.config import Optim
 from paceline.kernels.adamw import SPAN_ELEMENTS, adamw_, squared_norm
+from paceline.kernels.muon import muon_
 from paceline.train.group import Group
 
 EPS = 1e-8
@@ -47,6 +48,9 @@ class MasterAdamW:
     Masters, averages, copies and sums lie in one buffer each, matrices first and then vectors, which do not decay: sums
     are turned into an update by a few launches, where single gradients take two each. On CUDA tensors are laid out so
     that both ways give the same norm, to the bit, and so the same update: a run may go over from one to the other.
+
+    With `optim.kind` muon the matrices of the layers, and the one that joins taps, are updated by Muon, whose momentum
+    lies in `exp_avg`; tables over the vocabulary and all vectors are AdamW's in any case.
 
     Args:
         drafter: float32; its parameters become views of the copies, in `dtype`.
@@ -136,9 +140,12 @@ class MasterAdamW:
         grads = self.gradients()
         in_order = [grads[name] for name in self._places if name in grads]  # as the buffer of the sums has them
         norm = self._clip(squared_norm(in_order if self._flat_sums is None else [self._flat_sums]), weight)
-        if self._flat_sums is None:
+        if self._flat_sums is None or self.optim.kind == "muon":
             for name, grad in grads.items():
                 copy = None if self._copies is None else self._copies[name]
+                if self.optim.kind == "muon" and is_hidden_matrix(name, grad):
+                    muon_(self.masters[name], self.exp_avg[name], grad, copy, self._hyper, self.optim.weight_decay)
+                    continue
                 self._update(self.masters[name], self.exp_avg[name], self.exp_avg_sq[name], grad, copy, grad.dim() > 1)
         else:
             for segment, (start, end) in enumerate(itertools.pairwise(self._edges)):
@@ -238,6 +245,11 @@ class MasterAdamW:
                 _take_over(self.exp_avg_sq[name], state, f"exp_avg_sq.{name}")
         if self._flat_copy is not None:
             self._flat_copy.copy_(self._flat["master"])
+
+
+def is_hidden_matrix(name: str, tensor: Tensor) -> bool:
+    """Whether a parameter maps hidden states to hidden states: what Muon is for."""
+    return tensor.dim() == 2 and name.startswith(("layers.", "fc."))
 
 
 def _take_over(own: Tensor, tensors: Mapping[str, Tensor], name: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.config import Kernels, Loss, Optim
 from paceline.dflash.acceptance import leading_hits
+from paceline.dflash.anchors import batch_generator
 from paceline.kernels.attention import BlockLayout, attend_per_document
 from paceline.kernels.compiled import run_compiled
 from paceline.kernels.flash4 import FlashMasks, attend_flash4, why_not_flash4
@@ -91,6 +92,7 @@ class TrainStep:
         dtype: Compute type.
         kernels: What a GPU runs with; None: the defaults.
         recompute: `draft.recompute`.
+        feature_noise: `draft.feature_noise`.
         group: The drafters that make a step together, each with some of its micro-batches; None: this one alone.
         shards_gradients: Whether ranks of a group hold no whole gradient sums; see `ShardedAdamW`.
 
@@ -116,6 +118,7 @@ class TrainStep:
         dtype: torch.dtype,
         kernels: Kernels | None = None,
         recompute: bool = False,
+        feature_noise: float = 0.0,
         group: Group | None = None,
         shards_gradients: bool = False,
     ) -> None:
@@ -150,6 +153,7 @@ class TrainStep:
         graphs = kernels.cuda_graphs if self._is_static and self._sharded is None else "off"
         self._run: Call = run_compiled if self._is_static and kernels.compile else call
         self._recompute = recompute
+        self._feature_noise = feature_noise
         self._run_batch = GraphRunner(
             self._launch_batch,
             "drafter",
@@ -202,6 +206,8 @@ class TrainStep:
         sums = StepSums(num_rows=num_rows, blocks=anchors.num_kept, tokens=tokens.num_tokens, batches=1)
         if num_rows == 0:  # nothing to learn here
             return sums
+        if self._feature_noise:
+            features = with_noise(features, self._feature_noise, self.seed, len(self.drafter.shape.target_layer_ids))
         if self._is_on_gpu or self._is_static:
             with stages.H2D_SYNC:
                 inputs = self._stage(inputs)
@@ -340,6 +346,23 @@ class TrainStep:
         norm = self.optimizer.apply(sums[1] + 0.0 * sums[0])  # a loss that is not finite updates nothing
         self._result.copy_(torch.cat([sums, norm.double()[None], self.optimizer.failed.double()[None]]))
         self._sums.zero_()
+
+
+def with_noise(features: FeatureBatch, size: float, seed: int, num_taps: int) -> FeatureBatch:
+    """Features with normal noise, keyed by seed and batch: the same again after a restart, on the same kind of device.
+
+    Args:
+        size: Standard deviation, as a share of each tap's root mean square at its token.
+        num_taps: L of the context feature ``[S, L*D]``.
+    """
+    feature = features.context_feature
+    generator = torch.Generator(feature.device).manual_seed(
+        int(batch_generator(seed, features.tokens.number).integers(2**62))
+    )
+    taps = feature.unflatten(-1, (num_taps, -1))
+    scale = size * taps.float().square().mean(-1, keepdim=True).sqrt()
+    noise = torch.randn(taps.shape, generator=generator, device=feature.device, dtype=feature.dtype)
+    return dataclasses.replace(features, context_feature=(taps + noise * scale.to(feature.dtype)).flatten(-2))
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

@@ -110,6 +110,25 @@ def test_stratified_anchors_are_another_training(toy: Toy, tmp_path: Path) -> No
     assert stratified[0]["loss"] != plain[0]["loss"]
 
 
+@pytest.mark.parametrize("recipe", [("optim.kind=muon",), ("draft.feature_noise=0.2",)], ids=" ".join)
+def test_recipes_reach_the_step_and_resume_exactly(
+    toy: Toy, straight: tuple[Path, list[dict]], tmp_path: Path, recipe: tuple[str, ...]
+) -> None:
+    """Another training than the default one, that learns, and is the same bits when it is stopped and goes on."""
+    overrides = "run.max_steps=10", "checkpoint.every_steps=5", *recipe
+    _, lines = train(toy.config(tmp_path / "straight", *overrides))
+    assert lines[-1]["loss"] < lines[0]["loss"] and lines[9]["loss"] != straight[1][9]["loss"]
+
+    def stop(step: int) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(toy.config(tmp_path / "cut", *overrides), stop)
+    train(toy.config(tmp_path / "cut", *overrides))
+    assert_same_bits(tmp_path / "straight", tmp_path / "cut")
+
+
 @pytest.mark.parametrize("stops", [[1], [5], [3, 4, 9]], ids=str)
 def test_a_stopped_and_resumed_run_is_the_straight_run(
     toy: Toy, straight: tuple[Path, list[dict]], tmp_path: Path, stops: list[int]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.config import Optim
-from paceline.train.optim import EPS, MasterAdamW, learning_rate
+from paceline.config import Optim, load_config
+from paceline.errors import ConfigError
+from paceline.train.optim import EPS, MasterAdamW, is_hidden_matrix, learning_rate
 from tests import tiny
 
 
@@ -115,3 +116,67 @@ def test_a_gradient_that_is_not_finite_ends_all_updates(bad: float) -> None:
     assert update(False).isfinite() and optimizer.failed
     for name, weight in drafter.state_dict().items():
         assert torch.equal(weight, good[name]) and torch.equal(optimizer.exp_avg[name], moments[name])
+
+
+@pytest.mark.parametrize(
+    ("sums_gradients", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]
+)
+def test_matrices_of_layers_are_updated_by_muon(sums_gradients: bool, dtype: torch.dtype) -> None:
+    """Five updates equal those of PyTorch's Muon for matrices of layers, and its AdamW for all else."""
+    optim = Optim(kind="muon", weight_decay=0.1, clip=0.5)
+    ours, theirs = (tiny.drafter(tiny.shape_of_kind("dspark")) for _ in range(2))
+    optimizer = MasterAdamW(ours, optim, dtype, sums_gradients)
+    named = dict(theirs.named_parameters())
+    hidden = [p for name, p in named.items() if is_hidden_matrix(name, p)]
+    assert len(hidden) == 2 * 7 + 1  # projections of attention and MLP, and what joins the taps
+    chosen = {id(p) for p in hidden}
+    rest = [p for p in named.values() if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=optim.betas, eps=EPS)
+    muon = torch.optim.Muon(hidden, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for step in range(5):
+        weight = torch.tensor(3.0 + step)
+        give_gradients(theirs, step)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            other.grad = other.grad.to(dtype).float()
+            (mine * other.grad.to(dtype)).sum().backward()
+        for parameter in theirs.parameters():
+            parameter.grad /= weight
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), optim.clip)
+        for reference in (adamw, muon):
+            for group in reference.param_groups:
+                group["lr"] = 1e-2 / (step + 1)
+            reference.step()
+            reference.zero_grad()
+        optimizer.set_rate(1e-2 / (step + 1), step)
+        optimizer.apply(weight)
+    for name, other in named.items():
+        torch.testing.assert_close(
+            optimizer.masters[name], other, rtol=1e-3, atol=3e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        assert torch.equal(ours.get_parameter(name), optimizer.masters[name].to(dtype))
+
+
+def test_muon_leaves_everything_as_it_is_after_a_gradient_that_is_not_finite() -> None:
+    """Masters, momentum and copies; a later good gradient changes nothing either."""
+    drafter = tiny.drafter()
+    optimizer = MasterAdamW(drafter, Optim(kind="muon"), torch.bfloat16, sums_gradients=True)
+    for step, amount in enumerate((1.0, float("nan"), 1.0)):
+        sum((amount * parameter).sum() for parameter in drafter.parameters()).backward()
+        optimizer.set_rate(1e-2, step)
+        optimizer.apply(torch.tensor(2.0))
+        if step == 0:
+            kept = {name: each.clone() for name, each in [*optimizer.masters.items()]}
+            moved = {name: each.clone() for name, each in optimizer.exp_avg.items()}
+    assert all(torch.equal(kept[name], optimizer.masters[name]) for name in kept)
+    assert all(torch.equal(moved[name], optimizer.exp_avg[name]) for name in moved)
+    assert float(optimizer.failed) == 1
+
+
+def test_muon_of_several_drafters_is_refused() -> None:
+    """Their matrices lie in parts."""
+    with pytest.raises(ConfigError, match="optim.kind=muon with topology.drafters=2"):
+        load_config(None, ["target.path=t", "data.path=d", "optim.kind=muon", "topology.drafters=2"])

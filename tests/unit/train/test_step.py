@@ -18,7 +18,7 @@ from paceline.models.draft import DFlashDrafter
 from paceline.models.target import Target
 from paceline.records import FeatureBatch, StepResult, StepSums, TokenBatch
 from paceline.train import step as step_module
-from paceline.train.step import TrainStep
+from paceline.train.step import TrainStep, with_noise
 from tests import oracles, tiny
 
 GAMMA = 2.0
@@ -256,3 +256,22 @@ def test_the_path_of_a_gpu_gives_the_same_step(target: Target, loss: Loss, monke
     one, other = fast.update(0).read(), reference.update(0).read()
     assert one.committed == other.committed and one.loss == pytest.approx(other.loss, rel=1e-5)
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+
+
+def test_noise_is_keyed_by_the_batch_and_as_large_as_it_is_said(target: Target) -> None:
+    """A share of each tap's own size at each token; the same for a batch and seed, another for another."""
+    features = target.features(tiny.row([200, 180], number=3))
+    noisy = with_noise(features, 0.25, 7, 2)
+    taps, added = (
+        each.unflatten(-1, (2, -1))
+        for each in (features.context_feature, noisy.context_feature - features.context_feature)
+    )
+    share = added.square().mean(-1).sqrt() / taps.square().mean(-1).sqrt()
+    assert float(share.mean()) == pytest.approx(0.25, rel=0.02) and float(share.std()) < 0.06
+    assert noisy.tokens is features.tokens
+    again = with_noise(features, 0.25, 7, 2).context_feature
+    assert torch.equal(again, noisy.context_feature)
+    other = target.features(tiny.row([200, 180], number=4))
+    assert torch.equal(other.context_feature, features.context_feature)
+    for size, seed, batch in ((0.25, 8, features), (0.25, 7, other), (0.1, 7, features)):
+        assert not torch.equal(with_noise(batch, size, seed, 2).context_feature, noisy.context_feature)
