@@ -1,9 +1,9 @@
 """What a recipe is worth: the same data and target, one setting changed, several seeds; trained and really decoded.
 
     python -m benchmarks.recipes --target DIR --data DIR --variants kinds --steps 300 --out FILE
-    python -m benchmarks.recipes --target DIR --data DIR --variants FILE.json ...
+    python -m benchmarks.recipes --target DIR --data DIR --variants FILE.json --base FILE.json ...
 
-Each variant is a run of the product (`run_training`) with some keys of the run file changed, at as many steps as the
+Each variant is a run of the product (`run_training`) with some keys of the same base changed, at as many steps as the
 others; with `--equal-time NAME` also at as many as fit into the time that the named variant took. The drafter of the
 last step decodes the prompts as `paceline eval` does. A file of variants is a JSON list of objects with a `name` and
 dotted keys. Numbers of one call belong together; seconds do so only on a quiet machine.
@@ -81,7 +81,7 @@ class Lines(TrainProgress):
 
 def train(variant: dict[str, Any], options: argparse.Namespace, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     """One run; where its drafter is, and what it took."""
-    keys = BASE | {key: value for key, value in variant.items() if "." in key} | {
+    keys = options.keys | {key: value for key, value in variant.items() if "." in key} | {
         "run.dir": str(folder), "run.device": options.device, "run.seed": seed, "run.max_steps": steps,
         "target.path": options.target, "data.path": options.data,
     }  # fmt: skip
@@ -90,7 +90,8 @@ def train(variant: dict[str, Any], options: argparse.Namespace, steps: int, seed
     if options.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
     report = run_training(config, lines)
-    seconds = [b - a for a, b in zip(lines.times[5:], lines.times[6:], strict=False)]
+    times = lines.times[min(5, len(lines.times) // 3) :]
+    seconds = [b - a for a, b in zip(times[:-1], times[1:], strict=True)]
     return {
         "seed": seed,
         "steps": report.step,
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="folder of the target")
     parser.add_argument("--data", required=True, help="folder that `paceline prepare` wrote for it")
     parser.add_argument("--variants", default="kinds", help="`kinds`, or a JSON file")
+    parser.add_argument("--base", type=Path, help="JSON object of dotted keys in place of those of a small target")
     parser.add_argument("--only", nargs="*", help="names of variants to run")
     parser.add_argument("--prompts", type=Path, nargs="*", default=[SAMPLES / "extraction_heldout.jsonl"])
     parser.add_argument("--limit", type=int, default=24)
@@ -131,6 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     variants = KINDS if options.variants == "kinds" else json.loads(Path(options.variants).read_text(encoding="utf-8"))
     variants = [each for each in variants if not options.only or each["name"] in options.only]
+    options.keys = BASE if options.base is None else json.loads(options.base.read_text(encoding="utf-8"))
     prompts = encode_prompts(read_prompts(options.prompts, options.limit), load_tokenizer(options.target))
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else f"{torch.get_num_threads()} cores"
     out: dict[str, Any] = {
@@ -140,7 +143,7 @@ def main() -> None:
         + (f" --equal-time {json.dumps(options.equal_time)}" if options.equal_time else ""),
         "versions": {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
                      "python": platform.python_version()},
-        "device": device, "base": BASE, "prompts": [path.name for path in options.prompts], "results": [],
+        "device": device, "base": options.keys, "prompts": [path.name for path in options.prompts], "results": [],
     }  # fmt: skip
 
     def measure(variant: dict[str, Any], steps: int, seed: int, equal: str) -> dict[str, Any]:
