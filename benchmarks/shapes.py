@@ -148,12 +148,50 @@ _TINY: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 
+
+def qwen3_235b_a22b() -> transformers.PretrainedConfig:
+    """Qwen3-235B-A22B: 94 layers of 128 experts, 8 of them a token, 64/4 heads of 128; for plans, not for one card."""
+    return transformers.Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        moe_intermediate_size=1536,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    )
+
+
+def llama_3_3_70b() -> transformers.PretrainedConfig:
+    """Llama-3.3-70B: 80 layers, 64/8 heads of 128; for plans, not for one card."""
+    return transformers.LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )
+
+
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3-8b": qwen3_8b,
     "qwen3-0.6b": qwen3_0_6b,
     "smollm2-135m": smollm2_135m,
     "qwen3.6-27b": qwen3_6_27b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
+    "qwen3-235b-a22b": qwen3_235b_a22b,
+    "llama-3.3-70b": llama_3_3_70b,
     "tiny": tiny_dense,
     "tiny-hybrid": tiny_hybrid,
     "tiny-moe": tiny_moe,

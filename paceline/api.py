@@ -178,6 +178,34 @@ def train(
     return start_or_resume(_config_of(run, overrides), Steps(quiet=True), interval, allow_change)
 
 
+def cache(
+    run: PathLike | Run | RunConfig,
+    out: PathLike | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    dtype: Literal["target", "bfloat16", "fp8"] = "target",
+    shard_mib: int | None = None,
+    on_tokens: Callable[[int], object] = lambda count: None,
+) -> dict[str, Any]:
+    """Write a target's features to disk, as `paceline cache` does: runs with ``target.cache`` then need no target.
+
+    Ctrl-C and SIGTERM stop it after the row under way, if this is the main thread; the same call then goes on.
+
+    Args:
+        run: The run to come: a run file, its content, or a configuration.
+        out: Folder of the cache, by default the run's ``target.cache``; one begun earlier is gone on with.
+        on_tokens: Told how many tokens have been made since it was last called.
+    Returns: the record that ``--json`` prints: ``finished``, and the cache's manifest.
+    Raises: ConfigError, DataError, ModelError; complete shards are kept.
+    """
+    from paceline.cli.cache import cache_features
+
+    size = None if shard_mib is None else shard_mib << 20
+    return cache_features(
+        _config_of(run, overrides), None if out is None else Path(out), dtype, size, on_tokens=on_tokens
+    )
+
+
 def evaluate(
     target: PathLike,
     draft: PathLike,
@@ -195,6 +223,7 @@ def evaluate(
     thinking: bool | None = None,
     ngram: bool = True,
     device: str = "auto",
+    adapter: PathLike | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -204,6 +233,7 @@ def evaluate(
         draft: Exported drafter, run folder or checkpoint.
         prompts: JSONL files; None: the short ones that come with Paceline.
         block_sizes: Slots of a block to measure; empty: those trained; None: from 2 up.
+        adapter: Folder of a LoRA adapter that is merged into the target.
     Returns: the record that ``--json`` writes: ``acceptance_length``, ``speedup``, ``lossless`` and more.
     Raises: ModelError, DataError, CheckpointError, ConfigError.
     """
@@ -227,6 +257,7 @@ def evaluate(
         thinking=thinking,
         ngram=ngram,
         device=device,
+        adapter=None if adapter is None else str(adapter),
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
@@ -279,6 +310,7 @@ def check(
     engine: Literal["zlab", "speculators", "vllm", "sglang"] | None = None,
     run_target: bool = True,
     device: str = "auto",
+    adapter: PathLike | None = None,
     trust_remote_code: bool = False,
 ) -> CheckReport:
     """Whether engines read an exported or published drafter as it was trained, as `paceline check` does.
@@ -295,6 +327,7 @@ def check(
         engine,
         run_target=run_target,
         device=resolve_device(device),
+        adapter=None if adapter is None else str(adapter),
         trust_remote_code=trust_remote_code,
     )
 

@@ -69,6 +69,22 @@ class Target(_Section):
     packing: Literal["auto", "packed", "per_document"] = "auto"
     """How documents of a row run through the target. auto: one by one on the CPU (same bits in any packing); packed on
     a GPU where a probe of the real model shows that documents stay apart, else one by one."""
+    adapter: UserPath | None = None
+    """LoRA adapter, a folder in PEFT's layout, merged into the weights when they are loaded: what is served has to be
+    merged, or run with it. Needs the extra `adapter`. None: the model as it is."""
+    server: str | None = None
+    """URL of a running vLLM server that makes the features, such as ``http://127.0.0.1:8000``; then only embedding and
+    head are loaded here. None: the target runs here."""
+    server_files: UserPath | None = None
+    """Folder that this server writes hidden states to (its `shared_storage_path`), as seen from here, such as one below
+    ``/dev/shm``. Files are removed from it once they are read; only you should be able to write there."""
+    server_check: Literal["all", "first", "none"] = "all"
+    """What of the server is compared at the start with the model in `target.path`, which is loaded for it. all: every
+    tap, and the last hidden state where it is needed. first: the first tap, which needs only the layers up to it, where
+    this machine cannot hold more. none: nothing is loaded, and what the server gives is trained on."""
+    cache: UserPath | None = None
+    """Folder written by `paceline cache`: features are read from it, and only embedding and head are loaded. None: the
+    target runs."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
     fp8: bool = False
@@ -224,14 +240,17 @@ class Topology(_Section):
     on the loopback device only."""
     layout: Literal["auto", "colocated", "split"] = "auto"
     """colocated: target and drafter in turn; with executor `ray` every process has both. split: targets beside the
-    drafters. auto: split on the CPU or with several targets, else colocated."""
+    drafters. auto: split on the CPU, with several targets, several GPUs a target, a server or a cache; else
+    colocated on a GPU, with `ray` where there are several drafters and the memory plan says that one GPU holds both. A
+    cache with `ray` is colocated."""
     targets: int = Field(default=1, ge=1)
     """N: target roles."""
     shard_gradients: bool = False
     """Of several drafters each keeps its part of the float32 gradient sums alone, 4 / M bytes a parameter in place of
     4. They then exchange gradients after every micro-batch, not once a step, and are not replayed from CUDA graphs."""
-    gpus_per_target: int = Field(default=1, ge=0, le=1)
-    """GPUs of a target's process, with executor `ray`. 0: it shares the drafter's."""
+    gpus_per_target: int = Field(default=1, ge=0)
+    """GPUs of a target, of one host: its layers are split over them. With executor local they are `run.device` and those
+    that follow it. 0, with executor ray: it shares the drafter's."""
     drafters: int = Field(default=1, ge=1)
     """M: drafter roles; one on the local executor. They share the micro-batches of a step, best equally."""
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
@@ -332,6 +351,9 @@ class RunConfig(_Section):
             )
         if self.profiling.sigusr1 and self.run.stop_signal == "SIGUSR1":
             raise ValueError("run.stop_signal=SIGUSR1 with profiling.sigusr1=true: one signal cannot mean both")
+        sources = [f"target.{name}" for name in ("server", "cache") if getattr(self.target, name) is not None]
+        if len(sources) == 2:
+            raise ValueError(f"{' and '.join(sources)} are both set: features come from one place")
         if self.optim.kind == "muon" and self.topology.drafters > 1:
             raise ValueError(
                 f"optim.kind=muon with topology.drafters={self.topology.drafters}: several drafters each hold parts of "
@@ -371,6 +393,10 @@ FREE_TO_CHANGE = (
     "profiling",
     "tracking",
     "target.path",
+    "target.server",
+    "target.server_files",
+    "target.server_check",
+    "target.cache",
     "data.path",
 )
 """Keys that a resumed run may change. They leave order, batches and schedule alone; `run.device`, `kernels` and

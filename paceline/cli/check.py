@@ -91,6 +91,9 @@ def check(
         bool,
         typer.Option("--run-target/--no-run-target", help="Load the target's weights; without, taps stay unchecked."),
     ] = True,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="DIR", help="LoRA adapter that is merged into the target, a folder of PEFT's.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the target.")
@@ -107,6 +110,11 @@ def check(
 
     if not run_target and (prompts or engine == "vllm"):
         raise ConfigError("--no-run-target leaves nothing to decode with: leave out --prompts and --engine vllm")
+    if adapter is not None and engine == "vllm":
+        raise ConfigError(
+            "--engine vllm starts the target as it is in its folder: write the merged one with `paceline merge`, and "
+            "name it as --target in place of --adapter"
+        )
     console = Console(stderr=json_file == "-", soft_wrap=True, highlight=False)
     report = run_checks(
         folder,
@@ -117,6 +125,7 @@ def check(
         max_new_tokens=max_new_tokens,
         run_target=run_target,
         device=resolve_device(device),
+        adapter=adapter,
         trust_remote_code=trust_remote_code,
     )
     print_report(console, report)
@@ -139,6 +148,7 @@ def run_checks(
     max_new_tokens: int = 64,
     run_target: bool = True,
     device: torch.device | None = None,
+    adapter: str | None = None,
     trust_remote_code: bool = False,
 ) -> CheckReport:
     """Every check that can be run, cheap ones first; one that needs what an earlier one refused is left out, and said.
@@ -147,6 +157,8 @@ def run_checks(
         prompts: Token ids.
     Raises: ModelError if the folder is no drafter's or the target cannot be read; ConfigError, ServerError for engines.
     """
+    import torch
+
     from paceline.export.check import check_folder, read_drafter, read_target_facts
 
     facts = read_target_facts(target, trust_remote_code)
@@ -164,7 +176,8 @@ def run_checks(
     if not run_target:
         report.not_run.append("taps, blocks and engines: --no-run-target")
         return _sorted(report)
-    part = _run_with_target(report, drafter, recorded, prompts, max_new_tokens, device, trust_remote_code)
+    options = {"device": device or torch.device("cpu"), "adapter": adapter, "trust_remote_code": trust_remote_code}
+    part = _run_with_target(report, drafter, recorded, prompts, max_new_tokens, options)
     if engine == "speculators":
         _load_with_speculators(report, folder, drafter, part, engine_python)
     if engine == "vllm":
@@ -178,10 +191,13 @@ def _run_with_target(
     recorded: Fingerprint | None,
     prompts: Sequence[Sequence[int]] | None,
     max_new_tokens: int,
-    device: torch.device | None,
-    trust_remote_code: bool,
+    options: dict[str, Any],
 ) -> Target:
-    """Taps, fingerprint, blocks and, with prompts, measures. Returns: the part of the target that was loaded."""
+    """Taps, fingerprint, blocks and, with prompts, measures. Returns: the part of the target that was loaded.
+
+    Args:
+        options: Of loading the target, but for the type.
+    """
     import torch
 
     from paceline.eval.decode import CachedTarget
@@ -190,9 +206,7 @@ def _run_with_target(
     from paceline.export.fingerprint import compare_target, layers_to_tap
     from paceline.models.target import Target
 
-    where = device or torch.device("cpu")
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    options: dict[str, Any] = {"dtype": dtype, "device": where, "trust_remote_code": trust_remote_code}
+    options = options | {"dtype": torch.bfloat16 if options["device"].type == "cuda" else torch.float32}
     part = Target.load(report.target, layer_ids=layers_to_tap(drafter.shape), **options)
     report.parity += tap_parity(part)
     if recorded is not None and recorded.target is not None:

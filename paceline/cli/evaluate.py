@@ -120,6 +120,9 @@ def eval(
         str | None, typer.Option(metavar="NAME", help="The target's name at the server, if it is another one.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
+    adapter: Annotated[
+        str | None, typer.Option(metavar="DIR", help="LoRA adapter that is merged into the target, a folder of PEFT's.")
+    ] = None,
     revision: Annotated[
         str | None, typer.Option(metavar="REV", help="Hub revision of the target; by default its default branch.")
     ] = None,
@@ -153,6 +156,7 @@ def eval(
         "--verify-threshold": verify_threshold > 0,
         "--verify": verify != "all",
         "--device": device != "auto",
+        "--adapter": adapter is not None,
     }
     server.check(engine, draft, fixed)
     console = Console(stderr=json_file == "-", soft_wrap=True, highlight=False)
@@ -194,6 +198,7 @@ def eval(
         thinking=None if thinking is None else thinking == "on",
         ngram=ngram,
         device=device,
+        adapter=adapter,
         revision=revision,
         trust_remote_code=trust_remote_code,
         on_prompt=lambda result, so_far: print_prompt(console, result, so_far, len(messages)),
@@ -223,6 +228,7 @@ def evaluate_drafter(
     thinking: bool | None = None,
     ngram: bool = True,
     device: str = "auto",
+    adapter: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     on_prompt: Callable[[PromptResult, Evaluation], None] = lambda result, so_far: None,
@@ -274,6 +280,7 @@ def evaluate_drafter(
         device=where,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        adapter=adapter,
     )
     several = None
     if batch is not None:  # before the work, as it may be refused
@@ -284,6 +291,7 @@ def evaluate_drafter(
             device=where,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            adapter=adapter,
         )
     drafter = drafter.to(where, dtype)
     sampling = Sampling(temperature, seed, draft_sampling) if temperature else None
@@ -303,6 +311,7 @@ def evaluate_drafter(
     evaluation = evaluations[served]
     record = {
         "target": target,
+        "adapter": adapter,
         "draft": str(draft),
         "prompt_files": [],
         "thinking": {None: "as the template has it", True: "on", False: "off"}[thinking],
@@ -469,6 +478,12 @@ def export_drafter(
             "--format speculators needs --target: the folder names its target, and holds the rows of its head that a "
             "drafter over a part of the vocabulary uses"
         )
+    adapter = provenance.target_adapter
+    if layout == "speculators" and adapter is not None:
+        raise ConfigError(
+            f"--format speculators of a run with target.adapter={adapter}: the folder names its target, and engines "
+            "would serve the base; write the merged model with `paceline merge`, and name it with --target"
+        )
     make = {"zlab": zlab, "speculators": speculators}[layout].serving_commands
     card = model_card(
         drafter.shape,
@@ -476,7 +491,7 @@ def export_drafter(
         layout=layout,
         dtype=dtype,
         version=__version__,
-        commands=make("DIR", drafter, name if name is not None and is_hub_id(name) else "TARGET"),
+        commands=make("DIR", drafter, name if name is not None and is_hub_id(name) and not adapter else "TARGET"),
         license_id=license_id,
         auto_map=auto_map,
     )
@@ -485,6 +500,7 @@ def export_drafter(
         drafter,
         name,
         provenance.target_revision,
+        adapter,
         dtype,
         trust_remote_code,
         runs,
@@ -497,6 +513,9 @@ def export_drafter(
     else:
         assert name is not None and part is not None
         folder = speculators.export_speculators(drafter, part, name, out, weights_dtype, texts)
+    if adapter is not None:
+        merging = f"first: paceline merge --target {name} --adapter {adapter} --out MERGED"
+        return folder, [merging, *make(folder, drafter, "MERGED")]
     return folder, make(folder, drafter, name or "TARGET")
 
 
@@ -504,6 +523,7 @@ def _part_of_target(
     drafter: DFlashDrafter,
     name: str | None,
     revision: str | None,
+    adapter: str | None,
     dtype: str,
     trust_remote_code: bool,
     is_run: bool,
@@ -526,6 +546,7 @@ def _part_of_target(
             dtype=getattr(torch, dtype),
             revision=revision,
             trust_remote_code=trust_remote_code,
+            adapter=adapter,
         )
     except ModelError as error:
         if is_needed:

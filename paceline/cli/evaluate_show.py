@@ -26,11 +26,12 @@ def print_prompt(console: Console, result: PromptResult, so_far: Evaluation, num
 
 def print_evaluation(console: Console, record: dict[str, Any]) -> None:
     """The result as tables, with the definition of what they say."""
-    _print_table(console, f"{record['draft']} drafting for {record['target']}", (), _main_rows(record))
+    adapted = f" with {record['adapter']}" if record.get("adapter") else ""
+    _print_table(console, f"{record['draft']} drafting for {record['target']}{adapted}", (), _main_rows(record))
     contexts = [_context_row(bucket) for bucket in record["by_context"]]
     if len(contexts) > 1:
-        head = ("tokens of context", "rounds", "acceptance length", "plain tok/s", "drafted tok/s", "speedup")
-        _print_table(console, "By length of context, prefill left out", head, contexts)
+        names = ("context", "prompts", "rounds", "acceptance length", "plain tok/s", "drafted tok/s", "speedup")
+        _print_table(console, "By tokens of context, prefill left out", names, contexts)
     if "sweep" in record:
         head = ("block size", "drafted", "acceptance length", "tok/s", "speedup", "identical")
         _print_table(console, "By block size", head, [_sweep_row(row) for row in record["sweep"]])
@@ -213,8 +214,10 @@ def _main_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 def _context_row(bucket: dict[str, Any]) -> tuple[str, ...]:
     span = f"{bucket['start']} on" if bucket["end"] is None else f"{bucket['start']} to {bucket['end'] - 1}"
     plain = [f"{bucket['baseline_tok_per_s']:.1f}", f"{bucket['speedup']:.2f}x"] if bucket["speedup"] else ["", ""]
-    length = f"{bucket['acceptance_length']:.3f}"
-    return span, str(bucket["rounds"]), length, plain[0], f"{bucket['tok_per_s']:.1f}", plain[1]
+    length, interval = f"{bucket['acceptance_length']:.3f}", bucket["acceptance_length_interval"]
+    length += f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
+    counts = str(bucket["prompts"]), str(bucket["rounds"])
+    return span, *counts, length, plain[0], f"{bucket['tok_per_s']:.1f}", plain[1]
 
 
 def _sweep_row(row: dict[str, Any]) -> tuple[str, ...]:

@@ -13,12 +13,14 @@ from rich.logging import RichHandler
 
 from paceline import __version__
 from paceline.cli import (
+    cache,
     check,
     data,
     demo,
     doctor,
     evaluate,
     inspect,
+    merge,
     plan,
     profile,
     regenerate,
@@ -44,6 +46,7 @@ for verb in (
     regenerate.regenerate,
     inspect.inspect,
     plan.plan,
+    cache.cache,
     train.train,
     train.resume,
     watch.status,
@@ -54,6 +57,7 @@ for verb in (
     evaluate.eval,
     evaluate.export,
     check.check,
+    merge.merge,
 ):
     app.command()(verb)
 app.command("set")(steer.set_)

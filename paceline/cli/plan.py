@@ -233,6 +233,11 @@ def what_if_record(run_dir: Path, texts: Sequence[str]) -> dict[str, Any]:
     folder = open_run(run_dir)
     config = folder.read_config()
     topology = config.topology
+    if topology.gpus_per_target > 1:
+        raise ConfigError(
+            f"{run_dir} has topology.gpus_per_target={topology.gpus_per_target}: how long such targets wait is not in "
+            "its profile, only in the verdict that the run gives"
+        )
     split = Split("colocated" if topology.layout == "colocated" else "split", topology.targets, topology.drafters)
     wanted = [parse_split(text, split) for text in texts]
     verdict = measured_verdict(run_dir, config)
@@ -376,6 +381,12 @@ def show(console: Console, record: dict[str, Any]) -> None:
         markup=False,
     )
     best = record["best"]
+    if (each := record["gpus_per_target"]) > 1:
+        console.print(
+            f"a target takes {each} GPUs or more, over which its layers are split: topology.gpus_per_target, here the "
+            "number behind the x",
+            markup=False,
+        )
     if best is None:
         console.print("no split fits: see what is missing", style="yellow")
     ranked = sorted(record["splits"], key=lambda each: -each["tok_per_s"])
@@ -419,7 +430,8 @@ def show(console: Console, record: dict[str, Any]) -> None:
 
 
 def _split_row(split: dict[str, Any], best: dict[str, Any] | None) -> tuple[str, ...]:
-    name = "in turn" if split["layout"] == "colocated" else f"{split['targets']}+{split['drafters']}"
+    each = f"x{split['gpus_per_target']}" if split["gpus_per_target"] > 1 else ""
+    name = "in turn" if split["layout"] == "colocated" else f"{split['targets']}{each}+{split['drafters']}"
     share = f"{split['tok_per_s'] / best['tok_per_s']:.0%}" if best else ""
     limit = split["limit"] if split["fits"] else f"does not fit: {split['missing_gib']:.1f} GiB too little"
     if split["fits"] and split["idle_frac"] > 0.005:

@@ -51,6 +51,7 @@ def provenance_of(source: Path, target: str | None) -> Provenance:
         known |= {
             "target": target or config.target.path,
             "target_revision": config.target.revision if target in (None, config.target.path) else None,
+            "target_adapter": config.target.adapter if target in (None, config.target.path) else None,
             "recipe": config.model_dump(mode="json"),
             "data": _section(data, "dataset"),
             "data_license": tuple(sorted({item["license"] for item in inputs if item.get("license")})),

@@ -1,4 +1,4 @@
-"""Where a run's features come from: a target in this process, or targets in processes of a Ray cluster."""
+"""Where a run's features come from: a target in this process or in others of a Ray cluster, a server, or a cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Targets:
         target: In this process: the part that makes features, or embedding and head alone.
         fingerprint, packed, packing_note, quantization_note: Of the part that makes features.
         make_features: Features of batch n.
-        document_features: Context features of a document alone.
+        document_features: Context features of a document alone; None where there is `row_features`.
+        row_features: Context features of the document of a data set row, where they are kept.
         open_stream: `pipeline.local.open_stream`, with targets in other processes if there are.
         roles: Processes elsewhere by role.
         ranks: Drafter ranks above 0; None: there is one drafter.
@@ -38,6 +39,8 @@ class Targets:
         actors: Those of targets elsewhere that run at the moment, by role.
         places: Where they run now; `roles` is from the start.
         transport: What has come from them, as `RemoteTargets.transport` has it; None: nothing travels.
+        server: The server that runs the target, as `ServedTarget.check` found it; None: there is none.
+        served: What it has delivered so far, as `ServedTarget.counts` has it.
     """
 
     target: Target
@@ -46,7 +49,7 @@ class Targets:
     packing_note: str
     quantization_note: str | None
     make_features: Callable[[int], FeatureBatch]
-    document_features: Callable[[Tensor], Tensor]
+    document_features: Callable[[Tensor], Tensor] | None
     open_stream: Callable[..., contextlib.AbstractContextManager[FeatureStream]]
     roles: dict[str, dict[str, Any]]
     ranks: RemoteRanks | None = None
@@ -55,6 +58,9 @@ class Targets:
     actors: Callable[[], dict[str, Any]] = dict
     places: Callable[[], dict[str, dict[str, Any]]] = dict
     transport: Callable[[], dict[str, float]] | None = None
+    row_features: Callable[[int], Tensor] | None = None
+    server: dict[str, Any] | None = None
+    served: Callable[[], dict[str, Any]] | None = None
 
 
 def open_targets(
@@ -65,6 +71,8 @@ def open_targets(
     Raises: ConfigError, ModelError, PipelineError.
     """
     topology = resolved.config.topology
+    if resolved.config.target.server is not None:
+        return _served_target(resolved, run, should_stop, stack)
     if topology.executor == "local":
         return _local_target(resolved)
     from paceline.cluster.pages import RemotePages
@@ -77,8 +85,9 @@ def open_targets(
     needs = Needs(
         processes=others + (topology.targets if is_split else 0),
         cpus=cpus_of(resolved.config),
-        gpus=topology.gpus_per_target if on_gpu else 0,
+        gpus=(topology.gpus_per_target if is_split else 1) if on_gpu else 0,
         store_bytes=(_under_way(resolved) if is_split else 0) + (4 * count_parameters(resolved.draft) if others else 0),
+        drafters=others,
     )
     ray = stack.enter_context(ray_cluster(topology.address, needs, resolved.config.run.device))
     ranks = _start_ranks(ray, resolved, stack) if others else None
@@ -98,13 +107,18 @@ def open_targets(
 
 
 def _local_target(resolved: ResolvedRun) -> Targets:
+    if resolved.config.target.cache is not None:
+        return _cached_target(resolved)
+    from paceline.models.split import lanes
     from paceline.models.target import FeatureCache
+    from paceline.pipeline.lanes import Lanes
     from paceline.pipeline.local import open_stream
     from paceline.profiling import stages
     from paceline.train.target import check_taps, load_target
 
     target = load_target(resolved.config)
     check_taps(target)
+    num_parts = resolved.config.topology.gpus_per_target
     gib = resolved.config.pipeline.feature_cache_gib
     cache = FeatureCache(int(gib * 2**30)) if target.device.type == "cpu" else None
 
@@ -113,6 +127,7 @@ def _local_target(resolved: ResolvedRun) -> Targets:
             tokens = resolved.batches.batch(number)
         return target.features(tokens, cache)
 
+    open_lanes = functools.partial(open_stream, elsewhere=Lanes(make_features, lanes(num_parts)))
     return Targets(
         target,
         target.fingerprint(),
@@ -121,8 +136,76 @@ def _local_target(resolved: ResolvedRun) -> Targets:
         target.quantization_note,
         make_features,
         target.document_features,
+        open_lanes if num_parts > 1 else open_stream,
+        {},
+    )
+
+
+def _served_target(
+    resolved: ResolvedRun, run: RunFolder, should_stop: Callable[[], object], stack: contextlib.ExitStack
+) -> Targets:
+    from paceline.errors import PipelineError
+    from paceline.pipeline.channel import ChannelClosed
+    from paceline.pipeline.local import open_stream
+    from paceline.train.served import ServedTarget, note_of
+    from paceline.train.target import load_head
+
+    target = load_head(resolved.config)
+    served = ServedTarget(
+        resolved.config,
+        target,
+        resolved.batches.batch,
+        source_of=resolved.dataset.source,
+        event=run.event,
+        should_stop=should_stop,
+    )
+    stack.callback(served.close)
+    try:
+        served.connect()
+        record = served.check(resolved.dataset, resolved.longest_row)
+    except ChannelClosed as error:
+        raise PipelineError("a stop was asked for at the start", role="target-0", batch=None) from error
+    return Targets(
+        target,
+        served.fingerprint(),
+        False,
+        note_of(record),
+        None,
+        served.features,
+        served.document_features,
         open_stream,
         {},
+        server=record,
+        served=served.counts,
+    )
+
+
+def _cached_target(resolved: ResolvedRun) -> Targets:
+    from paceline.pipeline.local import open_stream
+    from paceline.profiling import stages
+    from paceline.train.feature_cache import open_cached
+    from paceline.train.target import load_head
+
+    config = resolved.config
+    target = load_head(config)
+    cached = open_cached(config, target)
+    made = cached.manifest
+
+    def make_features(number: int) -> FeatureBatch:
+        with stages.READ_BATCH:
+            return cached.features(resolved.batches.batch(number))
+
+    return Targets(
+        target,
+        made.target_fingerprint,
+        made.packed if config.target.packing == "auto" else config.target.packing == "packed",
+        f"features are read from {config.target.cache}, which has them in {made.dtype}; no target runs",
+        made.quantization,
+        make_features,
+        None,
+        open_stream,
+        {},
+        row_features=cached.row_features,
     )
 
 
@@ -135,7 +218,7 @@ def _own_target(resolved: ResolvedRun) -> Targets:
 
     own = _local_target(resolved)
     topology = resolved.config.topology
-    width = own.target.feature_size
+    width = len(resolved.draft.target_layer_ids) * resolved.draft.hidden_size
 
     def make_features(number: int) -> FeatureBatch:
         rank = rank_of(number, resolved.batches_per_step, topology.drafters)
@@ -159,13 +242,13 @@ def _start_ranks(ray: Any, resolved: ResolvedRun, stack: contextlib.ExitStack) -
 
 def _under_way(resolved: ResolvedRun) -> int:
     """Bytes of features in Ray's store at a time: waiting, being made, and in training."""
-    from paceline.cluster.targets import RemoteTargets
+    from paceline.models.split import lanes
     from paceline.plan.memory import batch_bytes
 
     config, one = resolved.config, batch_bytes(resolved)
     waiting = min(int(config.pipeline.queue_depth) * one, int(config.pipeline.queue_gib * 2**30))
     in_step = resolved.batches_per_step if config.topology.drafters > 1 else 1
-    return waiting + one * (in_step + RemoteTargets.lanes * config.topology.targets)
+    return waiting + one * (in_step + lanes(config.topology.gpus_per_target) * config.topology.targets)
 
 
 def _remote_targets(

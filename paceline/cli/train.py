@@ -198,11 +198,14 @@ def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
     from paceline.data.dataset import Dataset
     from paceline.models.loading import load_tokenizer, read_shape
     from paceline.plan.resolve import resolve
+    from paceline.train.feature_cache import adopted, check_run
 
     where = (config.target.path, config.target.revision, config.target.trust_remote_code)
     shape = read_shape(*where)
+    config = adopted(config)
     initial = initial_of(config)
     resolved = resolve(config, shape, Dataset.open(config.data.path), load_tokenizer(*where), initial)
+    check_run(resolved.config, resolved.dataset.fingerprint)
     if config.eval.every_steps is not None:
         check_evaluation(config)
     return resolved, shape
@@ -291,7 +294,7 @@ def _train(
         except OSError as error:
             raise CheckpointError(f"run.dir {run.path} cannot be written to: {explain(error)}") from error
         run.event("resumed" if state.step else "started", step=state.step, **_changes(allowed))
-        notes = [targets.packing_note, targets.quantization_note]
+        notes = [resolved.layout_note, targets.packing_note, targets.quantization_note]
         if target.device.type == "cuda":  # on the CPU there is no choice to report
             notes.append(trainer.attention_note)
         if compiles:
@@ -317,6 +320,7 @@ def _train(
             num_anchors=resolved.num_anchors,
             dtype=trainer.dtype,
             document_features=targets.document_features,
+            row_features=targets.row_features,
         )
 
         def measured(validation: Validation, drafter: DFlashDrafter) -> Acceptance | None:
@@ -368,10 +372,11 @@ def _train(
                 progress.stop()
         if targets.transport is not None:
             run.event("transport", **targets.transport())
+        served = {} if targets.served is None else {"served": targets.served()}
         run.event(report.ending, step=report.step)
         if report.ledger["issued"] or not (run.path / "report.json").exists():  # a finished run keeps its report
             try:
-                run.write_json("report.json", dataclasses.asdict(report))
+                run.write_json("report.json", dataclasses.asdict(report) | served)
             except OSError as error:  # all that counts is on the disk
                 log.warning("report.json could not be written: %s", error)
         return report
@@ -523,6 +528,7 @@ def build_evaluations(run: RunFolder, resolved: ResolvedRun) -> Evaluations:
         options: dict[str, Any] = {
             "--target": config.target.path,
             "--revision": config.target.revision,
+            "--adapter": config.target.adapter,
             "--draft": place,
             "--limit": config.eval.limit,
             "--max-new-tokens": config.eval.max_new_tokens,
@@ -588,7 +594,9 @@ def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
     facts = {
         "device": config.run.device,
         "layout": config.topology.layout,
+        "layout_note": resolved.layout_note,
         "targets": config.topology.targets,
+        "gpus_per_target": config.topology.gpus_per_target,
         "drafters": config.topology.drafters,
         "batches": len(resolved.batches),
         "batches_per_step": resolved.batches_per_step,
@@ -632,6 +640,8 @@ def _run_record(
         "roles": {role: targets.roles.get(role, here) for role in roles},
         "packing": targets.packing_note,
         "quantization": targets.quantization_note,
+        "server": targets.server,
+        "adapter": config.target.adapter,
         "attention": trainer.attention_note,
         "data": _data_record(config.data.path),
         "draft": dataclasses.asdict(resolved.draft),

@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from paceline.profiling import stages
 from paceline.records import FeatureBatch, StepSums, TokenBatch
 from paceline.train import checkpoint
 from paceline.train.build import Recipe, new_drafter, new_step
+from paceline.train.feature_cache import open_cached
 from paceline.train.group import Group
 from paceline.train.target import check_taps, load_head, load_target
 
@@ -74,6 +76,7 @@ class DrafterHost(Watched):
             fields["total_steps"],
         )
         self._rank = rank
+        self._make: Callable[[TokenBatch], FeatureBatch]
         self._role = f"drafter-{rank}"
         self._folder = Path(config.run.dir)
         if self._folder.is_dir():
@@ -85,14 +88,20 @@ class DrafterHost(Watched):
         here: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "version": paceline.__version__}
         config = self._recipe.config
         is_colocated = config.topology.layout == "colocated"
+        fingerprint = None
         try:
-            self._target = load_target(config) if is_colocated else load_head(config)
-            if is_colocated:
+            if is_colocated and config.target.cache is None:
+                self._target = load_target(config)
                 check_taps(self._target)
+                self._make, fingerprint = self._target.features, self._target.fingerprint()
+            else:
+                self._target = load_head(config)
+            if config.target.cache is not None:
+                cached = open_cached(config, self._target)
+                self._make, fingerprint = cached.features, cached.manifest.target_fingerprint
         except PacelineError as error:
             return RankReady(**here, problem=f"{type(error).__name__}: {error}")
         self.open_page(self._folder, self._role, config.run.device.startswith("cuda"))
-        fingerprint = self._target.fingerprint() if is_colocated else None
         head = self._target.head_fingerprint()
         return RankReady(**here, device=str(self._target.device), fingerprint=fingerprint, head=head)
 
@@ -148,16 +157,16 @@ class DrafterHost(Watched):
         self._step.optimizer.copy_buffers(None)
 
     def _made_here(self, tokens: TokenBatch) -> FeatureBatch:
-        """Features of this process's own target, made again where that may help."""
+        """Features of this process's own target, or read from a cache; made again where that may help."""
         for retry in range(self._recipe.config.pipeline.max_retries):
             try:
-                return self._target.features(tokens)
+                return self._make(tokens)
             except Exception as error:  # whatever it is, it ends the run when it comes again
                 if not may_pass(error):
                     raise
                 log.warning("batch %d is made again: %s: %s", tokens.number, type(error).__name__, error)
                 time.sleep(RETRY_S * 2**retry)
-        return self._target.features(tokens)
+        return self._make(tokens)
 
     def _features(self, fields: dict[str, Any], arrays: Arrays | None) -> FeatureBatch:
         tokens = unpack_tokens(fields)

@@ -40,7 +40,9 @@ class Needs:
 
     Attributes:
         processes: Actors.
-        cpus, gpus: Of each.
+        cpus: Of each.
+        gpus: Of a target.
+        drafters: Of the processes, those that take one GPU, however many a target takes; none where that takes none.
         store_bytes: Features that may be under way at a time.
     """
 
@@ -48,6 +50,12 @@ class Needs:
     cpus: int
     gpus: int
     store_bytes: int
+    drafters: int = 0
+
+    @property
+    def all_gpus(self) -> int:
+        """Of all processes."""
+        return (self.processes - self.drafters) * self.gpus + self.drafters * min(1, self.gpus)
 
 
 @contextlib.contextmanager
@@ -82,7 +90,7 @@ def ray_cluster(address: str | None, needs: Needs, own_device: str = "cpu") -> I
         options |= {
             "address": "local",
             "num_cpus": needs.processes * max(1, needs.cpus),
-            "num_gpus": needs.processes * needs.gpus,
+            "num_gpus": needs.all_gpus,
             "include_dashboard": False,
             "object_store_memory": max(MIN_STORE_BYTES, int(STORE_SLACK * needs.store_bytes)),
         }
@@ -109,6 +117,9 @@ def tree_of(config: RunConfig) -> dict[str, Any]:
     tree["run"]["dir"] = str(Path(config.run.dir).absolute())
     if (target := Path(config.target.path)).exists():  # else it is a hub id
         tree["target"]["path"] = str(target.absolute())
+    for name in ("adapter", "cache"):
+        if (folder := getattr(config.target, name)) is not None:
+            tree["target"][name] = str(Path(folder).absolute())
     return tree
 
 
@@ -189,7 +200,7 @@ def _other_gpus(own_device: str) -> Iterator[None]:
 def check_size(ray: Any, needs: Needs) -> None:
     """Raises: ConfigError saying what was asked and what is there."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    places = sum(_fitting(node["Resources"], needs) for node in alive)
+    places = _places([node["Resources"] for node in alive], needs)
     if places < needs.processes:
         there = "; ".join(
             f"{node['NodeManagerHostname']}: {node['Resources'].get('CPU', 0):g} CPU, "
@@ -197,6 +208,8 @@ def check_size(ray: Any, needs: Needs) -> None:
             for node in alive
         )
         asked = f"{needs.processes} processes of {needs.cpus} CPU" + (f" and {needs.gpus} GPU" if needs.gpus else "")
+        if needs.gpus > 1 and needs.drafters:
+            asked += f" ({needs.drafters} of them of 1 GPU)"
         raise ConfigError(
             f"the cluster is too small: {asked} were asked for (topology.targets, drafters, threads), room is for "
             f"{places} ({there}). Add hosts, or lower one of these"
@@ -210,7 +223,18 @@ def check_size(ray: Any, needs: Needs) -> None:
         )
 
 
-def _fitting(resources: dict[str, float], needs: Needs) -> int:
-    counts = [resources.get("CPU", 0) // needs.cpus] if needs.cpus else []
-    counts += [resources.get("GPU", 0) // needs.gpus] if needs.gpus else []
-    return int(min(counts)) if counts else needs.processes
+def _places(hosts: list[dict[str, float]], needs: Needs) -> int:
+    """Processes that there is room for: targets, each on one host, and then drafters where something is left."""
+
+    def room(resources: dict[str, float], gpus: int) -> int:
+        counts = [resources.get("CPU", 0) // needs.cpus] if needs.cpus else []
+        counts += [resources.get("GPU", 0) // gpus] if gpus else []
+        return int(min(counts)) if counts else needs.processes
+
+    if needs.gpus <= 1:
+        return sum(room(host, needs.gpus) for host in hosts)
+    targets = min(needs.processes - needs.drafters, sum(room(host, needs.gpus) for host in hosts))
+    left = sum(int(host.get("GPU", 0)) for host in hosts) - targets * needs.gpus
+    if needs.cpus:
+        left = min(left, sum(int(host.get("CPU", 0) // needs.cpus) for host in hosts) - targets)
+    return targets + min(needs.drafters, max(0, left))

@@ -5,11 +5,14 @@ Results are returned rather than put into Ray's store by this process: so the dr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from paceline.cluster.arrays import Arrays, Packed, pack, unpack, unpack_tokens
 from paceline.cluster.pages import Watched
 from paceline.config import RunConfig, parse_config
 from paceline.errors import PacelineError
+from paceline.pipeline.lanes import Idle
 from paceline.profiling import stages
 from paceline.train.target import check_taps, load_target
 
@@ -71,7 +75,7 @@ class Made:
 
 
 class TargetHost(Watched):
-    """A target in a process of its own.
+    """A target in a process of its own; one in several parts is called by several threads at a time.
 
     Args:
         tree: The resolved configuration, plain.
@@ -82,9 +86,8 @@ class TargetHost(Watched):
         self._config: RunConfig = parse_config(tree)
         self._role = role
         self._folder = Path(self._config.run.dir)  # the driver's; used where this host has it as well
-        self._staging: dict[str, Tensor] = {}
-        self._free_since = 0.0
-        self._is_waiting = False
+        self._here = threading.local()
+        self._idle = Idle()
         if self._folder.is_dir():
             write_log_to(self._folder / "logs" / f"{role}.log")
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -114,47 +117,46 @@ class TargetHost(Watched):
 
     def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
         """Features of a row from `pack_tokens`; the first part is small, and may be had without the second."""
-        with stages.named_thread(self._role), stages.as_role(self._role):
+        with stages.named_thread(self._role), stages.as_role(self._role), self._call() as idle_s:
             started = time.perf_counter()
-            idle_s = started - self._free_since if self._is_waiting else 0.0
-            self._end_wait()
-            try:
-                tokens = unpack_tokens(fields)
-                stages.next_batch(tokens.number)
-                batch = self._target.features(tokens)
-                with stages.PREV_CPU_COPY_SYNC:
-                    feature = self._on_host("context", batch.context_feature)
-                    last = None if batch.last_hidden is None else self._on_host("last", batch.last_hidden)
-                arrays = Arrays(feature, last)
-                return Made.of(arrays, time.perf_counter() - started, idle_s), arrays
-            finally:
-                self._begin_wait()
+            tokens = unpack_tokens(fields)
+            stages.next_batch(tokens.number)
+            batch = self._target.features(tokens)
+            with stages.PREV_CPU_COPY_SYNC:
+                feature = self._on_host("context", batch.context_feature)
+                last = None if batch.last_hidden is None else self._on_host("last", batch.last_hidden)
+            arrays = Arrays(feature, last)
+            return Made.of(arrays, time.perf_counter() - started, idle_s), arrays
 
     def document(self, input_ids: Packed) -> Packed:
         """Context features of a document alone."""
-        with stages.as_role(self._role):
-            self._end_wait()
-            try:
-                return pack(self._target.document_features(unpack(input_ids).clone()).cpu())
-            finally:
-                self._begin_wait()
+        with stages.as_role(self._role), self._call():
+            return pack(self._target.document_features(unpack(input_ids).clone()).cpu())
 
-    def _begin_wait(self) -> None:
-        self._free_since, self._is_waiting = time.perf_counter(), True
-        stages.PUT_WAIT.__enter__()  # until the next call
-
-    def _end_wait(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[float]:
+        """Around a call: the seconds before it in which there was none."""
+        here = vars(self._here)
+        if "is_waiting" not in here:  # a new thread would take the machine's number of compute threads
+            torch.set_num_threads(int(self._config.topology.threads))
+        elif here["is_waiting"]:
             stages.PUT_WAIT.__exit__(None, None, None)
+        here["is_waiting"] = self._config.topology.gpus_per_target <= 1  # of several threads none waits for the others
+        try:
+            with self._idle.call() as idle_s:
+                yield idle_s
+        finally:
+            if here["is_waiting"]:
+                stages.PUT_WAIT.__enter__()  # until the next call
 
     def _on_host(self, name: str, tensor: Tensor) -> Packed:
-        """Bytes in memory that the next call uses again: Ray has copied them by then."""
+        """Bytes in memory that this thread's next call uses again: Ray has copied them by then."""
         if tensor.device.type != "cuda":
             return pack(tensor)
-        place = self._staging.get(name)
+        staging = vars(self._here)
+        place: Tensor | None = staging.get(name)
         if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-            place = self._staging[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            place = staging[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         place.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
         return pack(place)

@@ -23,6 +23,7 @@ from paceline.cluster.ray_cluster import SAY_S, cpus_of, tree_of, wait_for
 from paceline.cluster.target_host import Loaded, Made, TargetHost
 from paceline.config import RunConfig
 from paceline.errors import GroupLost, ModelError, PipelineError
+from paceline.models.split import lanes
 from paceline.pipeline.channel import ChannelClosed
 from paceline.profiling import stages
 from paceline.records import FeatureBatch, TokenBatch
@@ -72,11 +73,9 @@ class RemoteTargets:
         rank_of: Whose a micro-batch is; of other ranks than 0 features do not come here.
 
     Attributes:
-        lanes: Calls that a target has at a time: one is made while the result of another travels.
+        lanes: Calls that a target has at a time: one for each of its parts, while the result of another travels.
         num_bytes, fetch_s: Features that have come, and seconds that threads waited for their bytes alone.
     """
-
-    lanes = 2
 
     def __init__(
         self,
@@ -89,6 +88,7 @@ class RemoteTargets:
         should_stop: Callable[[], object],
         rank_of: Callable[[int], int] = lambda number: 0,
     ) -> None:
+        self.lanes = lanes(config.topology.gpus_per_target)
         self._rank_of = rank_of
         self._ray = ray
         self._config = config
@@ -358,6 +358,8 @@ class RemoteTargets:
             "max_restarts": 0,  # it is started again here, where it is counted and told
             "scheduling_strategy": "SPREAD",
         }
+        if config.topology.gpus_per_target > 1:
+            options["max_concurrency"] = self.lanes
         remote = self._ray.remote(concurrency_groups={GROUP: 1})(TargetHost).options(**options)
         place.actor = remote.remote(tree_of(config), place.role)
         place.loading = place.actor.load.remote()

@@ -39,6 +39,7 @@ class StopRequest:
 
     Args:
         extra: Name of a further signal.
+        doing: What is done when one has come, for a person.
 
     Attributes:
         reason: Why to stop, by who asked first: a signal's name, or what `request` was given.
@@ -46,7 +47,8 @@ class StopRequest:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, extra: str | None = None) -> None:
+    def __init__(self, extra: str | None = None, doing: str = "saving the last complete step") -> None:
+        self._doing = doing
         self.reason: str | None = None
         self._extra = signal.Signals[extra] if extra else None
         self._has_heard = self._has_insisted = False
@@ -111,9 +113,7 @@ class StopRequest:
             _say(f"\n{name} again: ending now, without saving\n")
             os._exit(128 + number)
         if not self._has_heard and self.reason in (None, name):
-            _say(
-                f"\n{name}: saving the last complete step; {'once more' if insists else 'SIGTERM twice'} ends at once\n"
-            )
+            _say(f"\n{name}: {self._doing}; {'once more' if insists else 'SIGTERM twice'} ends at once\n")
         elif insists:
             _say(f"\n{name}: stopping already ({self.reason}); once more ends at once\n")
         self._has_heard = True

@@ -513,11 +513,13 @@ class CachedTarget:
         device: torch.device | str = "cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        adapter: str | None = None,
     ) -> CachedTarget:
-        """Load the text part of a model folder or hub id. Raises: ModelError."""
+        """Load the text part of a model folder or hub id, with a LoRA adapter merged if named. Raises: ModelError."""
         shape = read_shape(path, revision, trust_remote_code)
         config = transformers.AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-        model = load_causal_lm(path, config.get_text_config(), dtype, device, revision, trust_remote_code)
+        text = config.get_text_config()
+        model = load_causal_lm(path, text, dtype, device, revision, trust_remote_code, adapter=adapter)
         return cls(model, shape, layer_ids)
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 from paceline.eval.decode import Decoded, Round
 
@@ -45,7 +47,13 @@ def acceptance_estimate(answers: Sequence[Decoded]) -> Estimate | None:
     error^2 = n / (n - 1) * sum (c_i - R r_i)^2 / (sum r)^2. Rounds of one answer resemble each other, so prompts are
     what is counted. Source: the ratio estimator of survey sampling (W. Cochran, Sampling Techniques, section 6.4).
     """
-    counts = [(answer.acceptance.committed, answer.acceptance.rounds) for answer in answers if answer.acceptance.rounds]
+    return _ratio_estimate(
+        [(answer.acceptance.committed, answer.acceptance.rounds) for answer in answers if answer.acceptance.rounds]
+    )
+
+
+def _ratio_estimate(counts: Sequence[tuple[int, int]]) -> Estimate | None:
+    """Of committed tokens over rounds, a pair for each prompt that had a round."""
     if len(counts) < MIN_PROMPTS:
         return None
     rounds = sum(r for _, r in counts)
@@ -86,21 +94,27 @@ class Bucket:
 
     Attributes:
         end: None in the last bucket.
+        prompts: With a drafted round among them.
         acceptance_length: Of the drafted rounds.
+        estimate: How well that is known; None with too few prompts.
         tok_per_s, baseline_tok_per_s: Drafted and plain, prefill left out; None where nothing plain was decoded.
     """
 
     start: int
     end: int | None
     rounds: int
+    prompts: int
     acceptance_length: float
+    estimate: Estimate | None
     tok_per_s: float
     baseline_tok_per_s: float | None
 
-    def as_dict(self) -> dict[str, float | int | None]:
-        """Plain values, and the speedup."""
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, the interval in place of the estimate, and the speedup."""
         speedup = self.tok_per_s / self.baseline_tok_per_s if self.baseline_tok_per_s else None
-        return vars(self) | {"speedup": speedup}
+        values = {name: value for name, value in vars(self).items() if name != "estimate"}
+        interval = [self.estimate.low, self.estimate.high] if self.estimate else None
+        return values | {"acceptance_length_interval": interval, "speedup": speedup}
 
 
 def context_buckets(plain: Sequence[Decoded], speculative: Sequence[Decoded]) -> list[Bucket]:
@@ -108,18 +122,32 @@ def context_buckets(plain: Sequence[Decoded], speculative: Sequence[Decoded]) ->
     drafted, single = _by_bucket(speculative), _by_bucket(plain)
     buckets = []
     for place in sorted(drafted):
-        rounds, ends = drafted[place], [*CONTEXT_EDGES[1:], None]
-        committed = sum(r.num_committed for r in rounds)
-        speeds = _tok_per_s(rounds), _tok_per_s(single[place]) if place in single else None
-        buckets.append(Bucket(CONTEXT_EDGES[place], ends[place], len(rounds), committed / len(rounds), *speeds))
+        by_prompt, ends = drafted[place], [*CONTEXT_EDGES[1:], None]
+        counts = [(sum(each.num_committed for each in rounds), len(rounds)) for rounds in by_prompt]
+        num_rounds = sum(number for _, number in counts)
+        bucket = Bucket(
+            start=CONTEXT_EDGES[place],
+            end=ends[place],
+            rounds=num_rounds,
+            prompts=len(counts),
+            acceptance_length=sum(committed for committed, _ in counts) / num_rounds,
+            estimate=_ratio_estimate(counts),
+            tok_per_s=_tok_per_s(list(itertools.chain(*by_prompt))),
+            baseline_tok_per_s=_tok_per_s(list(itertools.chain(*single[place]))) if place in single else None,
+        )
+        buckets.append(bucket)
     return buckets
 
 
-def _by_bucket(answers: Sequence[Decoded]) -> dict[int, list[Round]]:
-    found: dict[int, list[Round]] = {}
+def _by_bucket(answers: Sequence[Decoded]) -> dict[int, list[list[Round]]]:
+    """Rounds by bucket, those of each answer together."""
+    found: dict[int, list[list[Round]]] = {}
     for answer in answers:
+        own: dict[int, list[Round]] = {}
         for one in answer.rounds():
-            found.setdefault(bisect.bisect_right(CONTEXT_EDGES, one.num_context) - 1, []).append(one)
+            own.setdefault(bisect.bisect_right(CONTEXT_EDGES, one.num_context) - 1, []).append(one)
+        for place, rounds in own.items():
+            found.setdefault(place, []).append(rounds)
     return found
 
 

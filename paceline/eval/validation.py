@@ -34,6 +34,7 @@ class Validation:
         num_anchors: Blocks drafted at a time; it bounds the memory, as the training step's A does there.
         dtype: Type of the drafter's weights, as in training.
         document_features: Features of a document, where `target` does not make them.
+        row_features: Features of a data set row's document, where they are on disk.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class Validation:
         num_anchors: int,
         dtype: torch.dtype = torch.float32,
         document_features: Callable[[Tensor], Tensor] | None = None,
+        row_features: Callable[[int], Tensor] | None = None,
     ) -> None:
         self._target = target
         self._document_features = document_features or target.document_features
+        self._row_features = row_features
         self._dataset = dataset
         self._rows = rows
         self._num_anchors = num_anchors
@@ -76,6 +79,8 @@ class Validation:
 
     def _features(self, row: int, input_ids: Tensor) -> Tensor:
         """Context features ``[n, L*D]`` of a row, on the target's device."""
+        if self._row_features is not None:
+            return self._row_features(row)
         features = self._kept.get(row)
         if features is None:
             features = self._document_features(input_ids)

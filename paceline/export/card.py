@@ -41,6 +41,7 @@ class Provenance:
 
     Attributes:
         target, target_revision: Hub id or folder of the target, and its revision on the hub.
+        target_adapter: Folder of the LoRA adapter that was merged into it.
         target_fingerprint, data_fingerprint: Of the weights and the rows that it was trained with.
         step, total_steps: Updates of the exported checkpoint, and of the run's schedule.
         recipe: Sections of the run's resolved configuration.
@@ -55,6 +56,7 @@ class Provenance:
 
     target: str | None = None
     target_revision: str | None = None
+    target_adapter: str | None = None
     target_fingerprint: str | None = None
     data_fingerprint: str | None = None
     step: int | None = None
@@ -92,6 +94,8 @@ def model_card(
     if license_id is not None and not LICENSE.fullmatch(license_id):
         raise ConfigError(f"--license {license_id!r}: an identifier such as apache-2.0 or mit was wanted")
     name = shown_name(provenance.target)
+    if provenance.target_adapter is not None:
+        name += f' with the adapter "{shown_name(provenance.target_adapter)}"'
     head: dict[str, Any] = {"library_name": "transformers" if layout == "zlab" else "speculators"}
     if provenance.target is not None and is_hub_id(provenance.target):
         head["base_model"] = provenance.target
@@ -187,6 +191,7 @@ def _provenance(shape: DraftShape, provenance: Provenance, layout: str, dtype: s
     rows = {
         "target": UNKNOWN if provenance.target is None else shown_name(provenance.target),
         "target revision": provenance.target_revision or "none named",
+        "target adapter": "none" if provenance.target_adapter is None else shown_name(provenance.target_adapter),
         "target fingerprint": provenance.target_fingerprint or UNKNOWN,
         "target layers tapped": f"{', '.join(map(str, shape.target_layer_ids))} of {shape.num_target_layers}, from 0",
         "mask token": str(shape.mask_token_id),

@@ -325,7 +325,11 @@ class DocumentStarts:
 
     @cu_seqlens.setter
     def cu_seqlens(self, edges: Tensor) -> None:
-        self._here.cu_seqlens = edges
+        self._here.cu_seqlens = self._here.__dict__[str(edges.device)] = edges
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """Those last set there, of a target on several devices."""
+        return self._here.__dict__.get(str(device))  # type: ignore[no-any-return]
 
 
 _handles = itertools.count()
@@ -353,7 +357,7 @@ def attend_documents_flash4(
 def _documents(
     query: Tensor, key: Tensor, value: Tensor, handle: int, scale: float, window: int, softcap: float
 ) -> Tensor:
-    starts = _rows[handle].cu_seqlens
+    starts = _rows[handle].on(query.device)
     assert starts is not None
     out = _documents_output(query, value)
     # No largest length: Hopper's kernel does not use it, and it would be part of the key of compiled kernels.

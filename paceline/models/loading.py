@@ -21,7 +21,9 @@ from safetensors import SafetensorError
 
 from paceline.errors import ConfigError, ModelError
 from paceline.models import gated_delta
+from paceline.models.adapter import Places, merge_adapter, read_settings
 from paceline.models.dequantize import SUPPORTED, Quantization, open_weights, quantization_of, settings_of
+from paceline.models.split import device_map, place, starts_of
 
 log = logging.getLogger(__name__)
 
@@ -119,10 +121,11 @@ def load_text_model(
     device: torch.device | str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    adapter: str | None = None,
 ) -> Any:
-    """The whole text part of a model folder or hub id. Raises: ModelError."""
+    """The whole text part of a model folder or hub id, with a LoRA adapter merged if named. Raises: ModelError."""
     config, _ = load_configs(path, revision, trust_remote_code)
-    return load_causal_lm(path, config, dtype, device, revision, trust_remote_code)
+    return load_causal_lm(path, config, dtype, device, revision, trust_remote_code, adapter=adapter)
 
 
 def load_causal_lm(
@@ -133,6 +136,9 @@ def load_causal_lm(
     revision: str | None = None,
     trust_remote_code: bool = False,
     num_layers: int | None = None,
+    adapter: str | None = None,
+    devices: Sequence[torch.device] = (),
+    keeps_norm: bool = False,
 ) -> Any:
     """Load a causal LM's text part and check that nothing but the expected parts was left out.
 
@@ -141,9 +147,23 @@ def load_causal_lm(
 
     Args:
         num_layers: Layers kept; keys of later layers are expected leftovers. None: all of them.
-    Raises: ModelError naming missing or unexpected keys, or a quantisation that cannot be loaded here.
+        adapter: Folder of a LoRA adapter, merged on the CPU in any case: the same bits wherever the model then runs.
+        devices: More than one: the layers are split over them, see `models.split`; the model's ``part_starts`` says
+            where. Weights go straight there, where accelerate is installed and nothing is left to be done to them on
+            the CPU; else by way of the host's memory, which has to hold them all.
+        keeps_norm: The final norm runs too, with the last part.
+    Raises: ModelError naming missing or unexpected keys, or a quantisation or adapter that cannot be loaded here.
     """
-    (model, loading), note = _load(path, config, dtype, device, revision, trust_remote_code)
+    if adapter is not None:
+        read_settings(adapter)  # before the weights, which take long
+    starts: tuple[int, ...] = ()
+    device_of: Mapping[str, torch.device] | None = None
+    if len(devices) > 1:
+        skeleton = _without_weights(config, trust_remote_code)
+        starts = starts_of(skeleton, config.num_hidden_layers, len(devices), keeps_norm)
+        if adapter is None and importlib.util.find_spec("accelerate") is not None:
+            device_of = device_map(skeleton, starts, devices)
+    (model, loading), note = _load(path, config, dtype, device, revision, trust_remote_code, device_of)
     missing = sorted(loading["missing_keys"])
     unexpected = sorted(key for key in loading["unexpected_keys"] if not _is_leftover(key, num_layers))
     if missing or unexpected or loading["mismatched_keys"]:
@@ -151,7 +171,15 @@ def load_causal_lm(
             f"target {path} does not match its configuration: missing {missing[:3]}, unexpected {unexpected[:3]}, "
             f"other shapes {sorted(map(str, loading['mismatched_keys']))[:3]}"
         )
-    if model.device.type != torch.device(device).type:  # quantised models may refuse to be moved even to where they are
+    if adapter is not None:
+        whole = transformers.AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        num_all = whole.get_text_config().num_hidden_layers
+        places = Places(_TEXT_PART, _LEFT_OUT, num_all if num_layers is None else num_layers, num_all)
+        merge_adapter(model, adapter, places, path)
+    if starts:
+        place(model, starts, devices)
+        model.part_starts = starts
+    elif model.device.type != torch.device(device).type:  # quantised ones may refuse to be moved even to where they are
         model = model.to(device)
     model.eval()
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
@@ -175,8 +203,13 @@ def _load(
     device: torch.device | str,
     revision: str | None,
     trust_remote_code: bool,
+    device_of: Mapping[str, torch.device] | None = None,
 ) -> tuple[Any, str | None]:
-    """Model and loading information, and the note on its quantisation."""
+    """Model and loading information, and the note on its quantisation.
+
+    Args:
+        device_of: Where weights that are not made anew go, by name; None: the CPU, or `device` if it has to be.
+    """
     common: dict[str, Any] = {
         "config": config,
         "dtype": dtype,
@@ -196,10 +229,12 @@ def _load(
             settings = settings_of(written)
             quantization = quantization_of(written, _exported_quantization(path, revision))
             if quantization is not None:
-                return _load_quantized(path, quantization, common, hub, torch.device(device))
+                return _load_quantized(path, quantization, common, hub, torch.device(device), device_of)
             if not settings:
-                return transformers.AutoModelForCausalLM.from_pretrained(path, **common, **hub), None
-            loaded = _load_as_it_is(path, settings, common | hub, torch.device(device))
+                kwargs = common | hub | ({} if device_of is None else {"device_map": dict(device_of)})
+                loaded = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+                return _without_hooks(loaded), None
+            loaded = _load_as_it_is(path, settings, common | hub, torch.device(device), device_of)
             return loaded, f"{settings['quant_method']}, as Transformers runs it"
     except ImportError as error:
         raise ModelError(
@@ -211,7 +246,12 @@ def _load(
 
 
 def _load_quantized(
-    path: str, quantization: Quantization, common: dict[str, Any], hub: dict[str, Any], device: torch.device
+    path: str,
+    quantization: Quantization,
+    common: dict[str, Any],
+    hub: dict[str, Any],
+    device: torch.device,
+    device_of: Mapping[str, torch.device] | None,
 ) -> tuple[Any, str]:
     """A checkpoint whose layout is known: FP8 as it is where that works, everything else dequantised.
 
@@ -223,7 +263,7 @@ def _load_quantized(
         why_not = _why_not_fp8(device)
         if why_not is None:
             try:
-                loaded = _load_as_it_is(path, quantization.settings, common | hub, device)
+                loaded = _load_as_it_is(path, quantization.settings, common | hub, device, device_of)
                 _try_fp8(loaded[0])
                 return loaded, f"{quantization.label} weights run as they are"
             except Exception as error:  # kernels are fetched and built at their first use; anything may be wrong
@@ -238,12 +278,36 @@ def _load_quantized(
     return loaded, f"{quantization.label}: {num_quantized} tensors dequantised to {dtype}{reason}"
 
 
-def _load_as_it_is(path: str, settings: Mapping[str, Any], kwargs: dict[str, Any], device: torch.device) -> Any:
+def _load_as_it_is(
+    path: str,
+    settings: Mapping[str, Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    device_of: Mapping[str, torch.device] | None,
+) -> Any:
     """A quantised checkpoint by Transformers' own means; its text part gets the settings that its wrapper has."""
     kwargs["config"].quantization_config = dict(settings)
     if device.type != "cpu":
-        kwargs = kwargs | {"device_map": {"": device}}
-    return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        kwargs = kwargs | {"device_map": {"": device} if device_of is None else dict(device_of)}
+    return _without_hooks(transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs))
+
+
+def _without_weights(config: Any, trust_remote_code: bool) -> Any:
+    """The model of a configuration, for its sizes and names."""
+    with torch.device("meta"), quiet_transformers():
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _without_hooks(loaded: Any) -> Any:
+    """Take off what accelerate puts around the modules of a model on several devices: it would copy every argument at
+    every layer anew."""
+    for module in loaded[0].modules():
+        if hasattr(module, "_hf_hook"):
+            from accelerate.hooks import remove_hook_from_module  # type: ignore[import-untyped]
+
+            remove_hook_from_module(module)
+            vars(module).pop("forward", None)  # the class's own, which it leaves on the instance
+    return loaded
 
 
 def _why_not_fp8(device: torch.device) -> str | None:

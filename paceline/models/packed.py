@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
+from paceline.kernels.compiled import RECOMPILE_LIMIT
 from paceline.kernels.flash4 import DocumentStarts, attend_documents_flash4
 from paceline.kernels.flex import DocumentMasks, document_starts, fused_flex_attention
 from paceline.models.loading import first_line
@@ -162,6 +163,8 @@ class CompiledLayers:
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
+        # alike layers share their code: compiled for each kind of layer, on each device of a split target
+        torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
         self._here = threading.local()
         self._wrapped: list[nn.Module] = []
         self.notes: list[str] = []

@@ -154,6 +154,6 @@ def compare_taps(target: Target, input_ids: Tensor, hidden_states: list[Tensor])
     taps = target.document_features(input_ids).float().split(target.shape.hidden_size, dim=-1)
     differences = {}
     for i, tap in zip(target.layer_ids, taps, strict=True):
-        wanted = hidden_states[i + 1].float()
+        wanted = hidden_states[i + 1].to(tap.device).float()
         differences[i] = float((tap - wanted).abs().max() / wanted.abs().max())
     return differences

@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from paceline.models.loading import (
     shape_of,
 )
 from paceline.models.packed import ATTENTION, CompiledLayers, PackedRow, layer_windows
+from paceline.models.split import Parts, part_devices, starts_of
 from paceline.profiling import stages
 from paceline.records import FeatureBatch, TokenBatch
 
@@ -84,13 +85,15 @@ class FeatureCache:
 class Target:
     """The frozen trunk with its taps, and the embedding and head that the drafter shares.
 
-    Several threads may call `features` at once.
+    Several threads may call `features` at once. Of a target in several parts, each on a device of its own, features lie
+    on the first device, and are complete when they are handed out: `split.lanes` threads keep all parts busy.
 
     Attributes:
         shape: What the configuration says.
         layer_ids: Tapped layers, ascending.
         embed: The target's embedding module (it scales where the family scales).
         head: The target's output head.
+        final_norm: What a last hidden state from elsewhere has to go through.
         needs_last_hidden: Whether the last hidden state (after the final norm) is delivered beside the taps; then no
             layer is cut.
         route: How documents of a row run. ``flash4`` and ``flex``: in one forward, kept apart by those kernels;
@@ -110,6 +113,7 @@ class Target:
         kernels: Kernels | None = None,
         row_length: int = PROBE_LENGTH,
         fp8: bool = False,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """Take the trunk out of a loaded model; `Target.load` is the usual way.
 
@@ -121,6 +125,7 @@ class Target:
             kernels: What packed rows run with; None: the defaults.
             row_length: S of the rows to come: the probe that chooses the route then has compiled what they need.
             fp8: Multiply in fp8.
+            devices: Of the parts that the layers are split into; up to one: they stay together where they are.
         """
         trunk = model.get_decoder()
         if not hasattr(trunk, "layers") or not hasattr(trunk, "embed_tokens"):
@@ -134,11 +139,19 @@ class Target:
         self._trunk = trunk
         self.needs_last_hidden = needs_last_hidden
         self.feature_dtype = self.head.weight.dtype if needs_last_hidden or feature_dtype is None else feature_dtype
+        self.final_norm: nn.Module | None = getattr(trunk, "norm", None)
         if not needs_last_hidden:
             self._trunk.layers = trunk.layers[: self.layer_ids[-1] + 1]
             self._trunk.norm = nn.Identity()
             self._trunk.config.num_hidden_layers = len(self._trunk.layers)
         self._trunk.requires_grad_(False).eval()
+        self._parts: Parts | None = None
+        if len(devices) > 1:
+            layers, norm = self._trunk.layers, self._trunk.norm if needs_last_hidden else None
+            starts = getattr(model, "part_starts", None)  # of a model that was loaded in parts
+            starts = starts or starts_of(model, len(layers), len(devices), needs_last_hidden)
+            self._parts = Parts(layers, norm, starts, devices)
+            log.info("%d layers run in parts: %s", len(layers), self._parts)
         self._kernels = kernels or Kernels()
         self._row_length = row_length
         self._here = threading.local()
@@ -158,10 +171,12 @@ class Target:
         documents = _probe_documents(shape.vocab_size)
         self._fingerprint: str | None = None
         self._compiles = self.device.type == "cuda" and self._kernels.compile and not fp8
-        self.route, self.packing_note = self._choose_route(packing, documents)
+        with self._own_streams():
+            self.route, self.packing_note = self._choose_route(packing, documents)
         if fp8:  # after the probe: rounding this coarse would look like a leak
             self._fingerprint = self.fingerprint()  # of the weights that were loaded
-            self.quantization_note = self._use_fp8(documents)
+            with self._own_streams():
+                self.quantization_note = self._use_fp8(documents)
             if self.route in ("flash4", "flex") and self.device.type == "cuda" and self._kernels.compile:
                 self._compiled = CompiledLayers(self._trunk.layers)
         self._here.__dict__.pop("lanes", None)  # the probe's: of other layers perhaps, and of a row's size
@@ -182,8 +197,15 @@ class Target:
         kernels: Kernels | None = None,
         row_length: int = PROBE_LENGTH,
         fp8: bool = False,
+        adapter: str | None = None,
+        num_parts: int = 1,
     ) -> Target:
-        """Load the part of a model folder (or hub id) that training needs. Raises: ModelError, ConfigError."""
+        """Load the part of a model folder (or hub id) that training needs, with a LoRA adapter merged if one is named.
+
+        Args:
+            num_parts: Parts that the layers are split into: on `device` and the GPUs that follow it.
+        Raises: ModelError, ConfigError.
+        """
         config, generation = load_configs(path, revision, trust_remote_code)
         shape = shape_of(config, generation)
         ids = default_layer_ids(shape.num_layers) if isinstance(layer_ids, str) else tuple(layer_ids)
@@ -192,8 +214,12 @@ class Target:
         config.num_hidden_layers = kept
         if getattr(config, "layer_types", None):  # a cache or mask is built per entry in some versions
             config.layer_types = config.layer_types[:kept]
-        model = load_causal_lm(path, config, dtype, device, revision, trust_remote_code, num_layers=kept)
-        return cls(model, shape, ids, packing, needs_last_hidden, feature_dtype, kernels, row_length, fp8)
+        devices = part_devices(device, num_parts)
+        where = devices, needs_last_hidden
+        model = load_causal_lm(path, config, dtype, device, revision, trust_remote_code, kept, adapter, *where)
+        if adapter is not None:  # it may have parted the two
+            shape = replace(shape, tie_word_embeddings=model.config.tie_word_embeddings)
+        return cls(model, shape, ids, packing, needs_last_hidden, feature_dtype, kernels, row_length, fp8, devices)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,7 +228,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the trunk lives."""
+        """Where the trunk lives; of several parts the first one, where embedding, head and features are."""
         return next(self._trunk.parameters()).device
 
     @property
@@ -223,10 +249,13 @@ class Target:
             cache: Used when documents run one by one, where a document's features are the same bits in any packing.
         """
         self._use_device()
-        if self.route == "one_by_one":
-            joined = self._run_one_by_one(tokens, cache)
-        else:
-            joined = self._run_packed(tokens, self.feature_dtype)
+        with self._own_streams():
+            if self.route == "one_by_one":
+                joined = self._run_one_by_one(tokens, cache)
+            else:
+                joined = self._run_packed(tokens, self.feature_dtype)
+        if self._parts:
+            self._parts.hand_over(joined)
         last_hidden = joined[:, self.feature_size :] if self.needs_last_hidden else None
         return FeatureBatch(tokens, joined[:, : self.feature_size], last_hidden)
 
@@ -234,7 +263,20 @@ class Target:
     def document_features(self, input_ids: Tensor) -> Tensor:
         """Context features ``[n, L*D]`` of one document run alone; input ids int64 ``[n]``."""
         self._use_device()
-        return self._run_alone(input_ids, self.feature_dtype)[:, : self.feature_size]
+        with self._own_streams():
+            alone = self._run_alone(input_ids, self.feature_dtype)
+        if self._parts:
+            self._parts.hand_over(alone)
+        return alone[:, : self.feature_size]
+
+    def _own_streams(self) -> contextlib.AbstractContextManager[None]:
+        """Where rows of a split target are launched; what was launched is done at its end."""
+        return self._parts.own_streams() if self._parts else contextlib.nullcontext()
+
+    @property
+    def _devices(self) -> tuple[torch.device, ...]:
+        """Those of the parts, each once, the first one's first."""
+        return tuple(dict.fromkeys(self._parts.devices)) if self._parts else (self.device,)
 
     def _use_device(self) -> None:
         """Make the target's GPU this thread's current one: events, graphs and some kernels go by that."""
@@ -242,20 +284,22 @@ class Target:
             torch.cuda.set_device(self.device)
 
     def head_fingerprint(self) -> str:
-        """SHA-256 of the shape and of a few weights of embedding and head: what a drafter has beside the features."""
+        """SHA-256 of the shape, and as below of embedding and head: what a drafter has beside the features."""
         digest = hashlib.sha256(json.dumps(asdict(self.shape), sort_keys=True).encode())
         for weight in (*self.embed.parameters(), self.head.weight):
-            digest.update(weight.detach().flatten()[-64:].float().cpu().numpy().tobytes())
+            digest.update(_signature(weight))
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """SHA-256 of the shape and of a few weights of every tensor: tells another target, not another folder."""
+        """SHA-256 of the shape, of a few weights of every tensor and of the sum of all its bits.
+
+        It tells another target, also one of which an adapter changed a few rows, and not another folder.
+        """
         if self._fingerprint is not None:
             return self._fingerprint
         digest = hashlib.sha256(json.dumps(asdict(self.shape), sort_keys=True).encode())
         for name, parameter in [*self._trunk.named_parameters(), ("head", self.head.weight)]:
-            sample = parameter.detach().flatten()[:64].float().cpu().numpy()
-            digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.tobytes())
+            digest.update(f"{name}{tuple(parameter.shape)}".encode() + _signature(parameter))
         return digest.hexdigest()
 
     def _slot(self, length: int, dtype: torch.dtype) -> Tensor:
@@ -263,11 +307,16 @@ class Target:
         width = self._num_captured * self.shape.hidden_size
         return torch.empty(length, width, dtype=dtype, device=self.device)
 
-    def _run(self, slot: Tensor, input_ids: Tensor, **kwargs: Any) -> None:
-        """Run one row, int64 ``[1, S]`` on the device; its taps go straight to their places in `slot`."""
+    def _run(self, slot: Tensor, input_ids: Tensor, given: Sequence[dict[str, Any]] = ({},), **kwargs: Any) -> None:
+        """Run one row, int64 ``[1, S]`` on the device; its taps go straight to their places in `slot`.
+
+        Args:
+            given: More arguments of the trunk's forward, on each of `_devices`.
+        """
         self._here.slot = slot
-        # use_cache defaults to True, which costs memory and, with position ids alone, merges packed documents again
-        self._trunk(input_ids=input_ids, use_cache=False, **kwargs)
+        with self._parts.row(given) if self._parts else contextlib.nullcontext():
+            # use_cache defaults to True, which costs memory and, with position ids alone, merges packed documents again
+            self._trunk(input_ids=input_ids, use_cache=False, **given[0], **kwargs)
         self._here.slot = None  # else every thread would hold on to its last row
 
     def _run_alone(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -281,7 +330,7 @@ class Target:
         with stages.H2D_SYNC:
             input_ids = input_ids[None].to(self.device)
         with stages.MODEL_FORWARD:
-            self._run(slot, input_ids, **masks, **edges)
+            self._run(slot, input_ids, edges, **masks)
         return slot
 
     def _run_one_by_one(self, tokens: TokenBatch, cache: FeatureCache | None) -> Tensor:
@@ -308,16 +357,17 @@ class Target:
                     position_ids = tokens.position_ids[None].to(self.device)
                     masks, more = self._dense_masks(tokens), self._edge_kwargs(edges)
                 with stages.MODEL_FORWARD:
-                    self._run(joined, input_ids, position_ids=position_ids, attention_mask=masks, **more)
+                    self._run(joined, input_ids, more, position_ids=position_ids, attention_mask=masks)
             else:
                 joined = self._run_row(tokens, edges, dtype)
         with stages.PACK_HIDDEN:
             joined[tokens.num_tokens :] = 0
         return joined
 
-    def _edge_kwargs(self, edges: Tensor) -> dict[str, Tensor]:
-        """What gated-delta layers with kernels of their own want to know of a row; nothing for other targets."""
-        return gated_delta.forward_kwargs(edges, self.device) if self._takes_edges else {}
+    def _edge_kwargs(self, edges: Tensor) -> list[dict[str, Tensor]]:
+        """What gated-delta layers with kernels of their own want to know of a row, on each of `_devices`; nothing for
+        other targets."""
+        return [gated_delta.forward_kwargs(edges, each) if self._takes_edges else {} for each in self._devices]
 
     def _run_row(self, tokens: TokenBatch, edges: Tensor, dtype: torch.dtype) -> Tensor:
         """Taps of a row without waiting for the device; of a small target by a CUDA graph."""
@@ -327,14 +377,15 @@ class Target:
             lanes[key] = self._lane(*key)
         lane = lanes[key]
         with stages.H2D_SYNC:
-            lane.row.write(tokens)
+            for row in lane.rows:
+                row.write(tokens)
             lane.kwargs = self._edge_kwargs(edges)
         keeps_slot = lane.launch.needs_fixed_inputs
         if lane.slot is None:
             lane.slot = self._slot(*key)
         slot = lane.slot
         with stages.MODEL_FORWARD:
-            lane.launch(lane.row.variant)
+            lane.launch(lane.rows[0].variant)
         if keeps_slot:
             with stages.PACK_HIDDEN:
                 return slot.clone()
@@ -344,29 +395,36 @@ class Target:
     def _lane(self, length: int, dtype: torch.dtype) -> _Lane:
         assert self._windows is not None
         starts = self._starts if self.route == "flash4" else None
-        row = PackedRow(length, self._windows, self.device, starts)
-        masks: Any = row.masks
-        if "" in masks:
-            masks = masks[""]
-        elif "linear_attention" in self._trunk.config.layer_types:
-            masks = masks | {"linear_attention": None}
-        compiled = self._compiled or contextlib.nullcontext()
+        rows = [PackedRow(length, self._windows, each, starts) for each in self._devices]
+        first, compiled = rows[0], self._compiled or contextlib.nullcontext()
+
+        def masks_of(row: PackedRow) -> Any:
+            if "" in row.masks:
+                return row.masks[""]
+            has_delta = "linear_attention" in self._trunk.config.layer_types
+            return row.masks | ({"linear_attention": None} if has_delta else {})
+
+        masks = [masks_of(row) for row in rows]
 
         def launch(variant: int) -> None:
-            row.update_masks(variant)
-            more = row.kwargs | lane.kwargs
+            given = []
+            for row, mask, more in zip(rows, masks, lane.kwargs, strict=True):
+                row.update_masks(variant)
+                given.append(row.kwargs | more | {"attention_mask": mask})
             with compiled:
                 assert lane.slot is not None
-                self._run(lane.slot, row.input_ids, position_ids=row.position_ids, attention_mask=masks, **more)
+                self._run(lane.slot, first.input_ids, given, position_ids=first.position_ids)
 
-        # gated-delta layers get arrays of the row's own sizes; a thread beside the drafter's would record its launches
+        # gated-delta layers get arrays of the row's own sizes; a thread beside the drafter's would record its launches;
+        # a graph is of one device
         can_replay = (
             self.device.type == "cuda"
+            and self._parts is None
             and not gated_delta.is_hybrid(self._trunk)
             and threading.current_thread() is threading.main_thread()
         )
         launcher = GraphRunner(launch, "target", self._kernels.cuda_graphs if can_replay else "off")
-        lane = _Lane(row, None, launcher)  # `launch` reads it
+        lane = _Lane(rows, None, launcher)  # `launch` reads it
         return lane
 
     def _capture(self, place: int) -> Any:
@@ -515,13 +573,27 @@ class _Lane:
     """What a thread needs to run packed rows: where they lie, where their taps go, and the launches.
 
     Attributes:
-        kwargs: What the layers want besides, of the row at hand.
+        rows: The row on each of the target's devices.
+        kwargs: What the layers want besides, of the row at hand, on each device.
     """
 
-    row: PackedRow
+    rows: list[PackedRow]
     slot: Tensor | None
     launch: GraphRunner
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _signature(weight: Tensor) -> bytes:
+    """A few values, and the sum of all bytes as integers of 8 bytes: any change shows, and every device gives the same.
+
+    The sum takes one pass: 9 ms for 200 MB on one core. Values tell rows in another order.
+    """
+    flat = weight.detach().contiguous().flatten()
+    raw = flat.view(torch.uint8)
+    raw = raw.clone() if raw.storage_offset() % 8 else raw
+    whole = len(raw) // 8 * 8
+    total = int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+    return flat[:64].float().cpu().numpy().tobytes() + f"{total}".encode()
 
 
 def _probe_documents(vocab_size: int) -> list[Tensor]:

@@ -20,9 +20,16 @@ if TYPE_CHECKING:  # the models are slow to import, and a plan from sizes alone 
 
 GIB = 2**30
 
+USABLE = 0.97
+"""Of a card's memory: the rest goes to allocator slack and libraries. A guess; runs reserved up to 1.05 times what
+they held at most, and planned memory is above what they held."""
+
 COMPARED_LOGIT_BYTES = 16
 """Bytes a logit of a chunk whose distribution is compared with the target's: its product, two gradients and two float32
 log-probabilities, beside the drafter's own product. A calculation; nothing was measured."""
+
+KEPT_SIZES = {"float32": 4, "bfloat16": 2, "fp8": 1}
+"""Bytes of a value, by the type that features are kept in."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ def memory_of(
     own_head = head_rows * draft_size if draft_size != target_size or head_rows != rows else 0
     one_batch = feature_bytes(config, draft, last_hidden)
     num_layers = shape.num_layers if last_hidden else draft.target_layer_ids[-1] + 1
+    if config.target.cache is not None or config.target.server is not None:  # with embedding and head comes one layer
+        num_layers, trunk_parameters = 1, None
     trunk = estimate_trunk_parameters(shape, num_layers) if trunk_parameters is None else trunk_parameters
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(
@@ -121,10 +130,25 @@ def batch_bytes(resolved: ResolvedRun) -> int:
 
 def feature_bytes(config: RunConfig, draft: DraftShape | DraftSizes, last_hidden: bool) -> int:
     """Features of a micro-batch, from sizes alone."""
-    target_size, draft_size = _sizes(config)
     states = len(draft.target_layer_ids) + last_hidden
-    size = target_size if last_hidden else draft_size
+    size = KEPT_SIZES[feature_dtype(config, last_hidden)]
     return int(config.pipeline.tokens_per_batch) * states * draft.hidden_size * size
+
+
+def feature_dtype(config: RunConfig, last_hidden: bool) -> str:
+    """Type in which a target delivers features, of a resolved configuration; see `models.target.Target`."""
+    return str(config.target.dtype if last_hidden else config.draft.dtype)
+
+
+def kept_bytes(num_tokens: int, states: int, hidden_size: int, dtype: str) -> int:
+    """Features of so many tokens in an offline cache; headers and checksums add a few bytes a row.
+
+    Args:
+        states: Taps, and the last hidden state if it is kept.
+        dtype: Of `KEPT_SIZES`; fp8 has a float32 scale a token and state.
+    """
+    scale = 4 if dtype == "fp8" else 0
+    return num_tokens * states * (hidden_size * KEPT_SIZES[dtype] + scale)
 
 
 def _sizes(config: RunConfig) -> tuple[int, int]:
@@ -179,7 +203,9 @@ def _activation_bytes(
         loss += chunk_rows(None) * vocab * COMPARED_LOGIT_BYTES if last_hidden else 0
         layers = 1 if config.draft.recompute else draft.num_hidden_layers
         own = _kind_bytes(draft, rows, size, layers, is_compiled=True)
-        return layers * (rows * width + context) * size + loss + own
+        # layers that are computed again keep the two streams that they take, of which the first has one
+        inputs = (2 * draft.num_hidden_layers - 1) * rows * draft.hidden_size if config.draft.recompute else 0
+        return (layers * rows * width + inputs + draft.num_hidden_layers * context) * size + loss + own
     # The softmax keeps its float32 output, and the product with the values a copy in the compute type; where that is
     # too much the scores are made again, a group at a time.
     scores = rows * draft.num_attention_heads * (longest_row + draft.block_size)

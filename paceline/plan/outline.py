@@ -271,9 +271,14 @@ def outline(
     )
 
 
-def with_topology(plan: Outline, layout: str, targets: int, drafters: int) -> Outline:
+def with_topology(
+    plan: Outline, layout: str, targets: int, drafters: int, gpus_per_target: int | None = None
+) -> Outline:
     """The same run on other roles; places in the queue follow unless the run file fixes them."""
-    topology = plan.config.topology.model_copy(update={"layout": layout, "targets": targets, "drafters": drafters})
+    update: dict[str, Any] = {"layout": layout, "targets": targets, "drafters": drafters}
+    if gpus_per_target is not None:
+        update["gpus_per_target"] = gpus_per_target
+    topology = plan.config.topology.model_copy(update=update)
     depth = max(2 * drafters + targets, plan.config.pipeline.min_ready)
     pipeline = plan.config.pipeline.model_copy(update={"queue_depth": depth})
     return replace(plan, config=plan.config.model_copy(update={"topology": topology, "pipeline": pipeline}))
@@ -366,6 +371,28 @@ BUILT_IN: dict[str, dict[str, Any]] = {
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     ),
+    "qwen3-235b-a22b": _qwen3(
+        model_type="qwen3_moe",
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+    ),
+    "llama-3.3-70b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
     "qwen3.6-27b": {
         "model_type": "qwen3_5_text",
         "vocab_size": 248_320,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from paceline.data.dataset import Dataset, tokenizer_fingerprint
 from paceline.data.packing import PackedBatches
 from paceline.errors import ConfigError, DataError
 from paceline.models.draft import DraftShape
-from paceline.models.kinds import drafter_class, loss_mix
+from paceline.models.kinds import drafter_class, loss_mix, needs_last_hidden
 from paceline.models.loading import TargetShape, check_layer_ids, default_layer_ids
+from paceline.models.split import lanes, part_devices
+from paceline.plan.memory import GIB, USABLE, count_parameters, memory_of
 
 TOKENS_PER_STEP = 98_304
 """Packed tokens of an optimizer step: 32 rows of 3,072, the public recipe on one host of eight."""
@@ -41,6 +43,7 @@ class ResolvedRun:
         batches_per_step: G, micro-batches of an optimizer step.
         total_steps: Optimizer steps of the run, over which the learning-rate schedule spans.
         longest_row: Tokens of the longest row of the data set.
+        layout_note: Why `topology.layout` auto became what it is, where memory decided it.
     """
 
     config: RunConfig
@@ -53,6 +56,7 @@ class ResolvedRun:
     batches_per_step: int
     total_steps: int
     longest_row: int
+    layout_note: str | None = None
 
     @property
     def end_batch(self) -> int:
@@ -120,11 +124,13 @@ def resolve(
     possible = math.ceil(len(batches) / batches_per_step)
     total_steps = min(possible, config.run.max_steps or possible)
 
-    layout = config.topology.layout
+    num_anchors = _num_anchors(config, tokens_per_batch, draft.block_size, on_gpu)
+    layout, layout_note = config.topology.layout, None
     if layout == "auto":
-        is_split = not on_gpu or config.topology.targets > 1
-        layout = "split" if is_split else "colocated"
+        sizes = {"num_anchors": num_anchors, "batches_per_step": batches_per_step, "longest_row": longest}
+        layout, layout_note = _choose_layout(config, shape, draft, device, tokens_per_batch, sizes)
     _check_targets(config, shape, layout)
+    _check_parts(config, shape, draft, device, layout)
     queue_depth = config.pipeline.queue_depth
     if isinstance(queue_depth, str):
         queue_depth = max(2 * config.topology.drafters + config.topology.targets, config.pipeline.min_ready)
@@ -167,11 +173,53 @@ def resolve(
         draft_token_ids=draft_token_ids,
         batches=batches,
         validation_rows=[int(row) for row in validation_rows[: config.eval.validate_rows]],
-        num_anchors=_num_anchors(config, tokens_per_batch, draft.block_size, on_gpu),
+        num_anchors=num_anchors,
         batches_per_step=batches_per_step,
         total_steps=total_steps,
         longest_row=longest,
+        layout_note=layout_note,
     )
+
+
+def _choose_layout(
+    config: RunConfig,
+    shape: TargetShape,
+    draft: DraftShape,
+    device: torch.device,
+    tokens_per_batch: int,
+    sizes: dict[str, int],
+) -> tuple[Literal["colocated", "split"], str | None]:
+    """What `topology.layout` auto means, and why where memory decides it.
+
+    Args:
+        sizes: What `memory_of` wants to know beside shapes.
+    """
+    topology, target = config.topology, config.target
+    is_ray = topology.executor == "ray"
+    if target.cache is not None:  # read beside the drafter; with Ray by each rank for itself
+        return ("colocated" if is_ray else "split"), None
+    if device.type != "cuda" or topology.targets > 1 or target.server is not None or topology.gpus_per_target > 1:
+        return "split", None
+    if not is_ray:
+        return "colocated", None
+    if topology.drafters == 1:  # in turn that would be one process
+        return "split", None
+    together = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"device": str(device)}),
+            "target": target.model_copy(update={"dtype": _resolve_dtype(target.dtype, True)}),
+            "draft": config.draft.model_copy(update={"dtype": _resolve_dtype(config.draft.dtype, True)}),
+            "pipeline": config.pipeline.model_copy(update={"tokens_per_batch": tokens_per_batch, "queue_depth": 1}),
+            "topology": topology.model_copy(update={"layout": "colocated"}),
+        }
+    )
+    parameters, last_hidden = count_parameters(draft), needs_last_hidden(config)
+    needed = memory_of(together, draft, shape, parameters=parameters, last_hidden=last_hidden, **sizes).total_bytes
+    there = torch.cuda.get_device_properties(device).total_memory
+    told = f"target and drafter together need {needed / GIB:.1f} GiB of a GPU's {there / GIB:.1f} by the memory plan"
+    if needed <= USABLE * there:
+        return "colocated", f"every GPU has both in turn: {told}"
+    return "split", f"targets run beside drafters: {told}"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -268,6 +316,8 @@ def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:
     targets = config.topology.targets
     if config.target.fp8 and not resolve_device(config.run.device).type == "cuda":
         raise ConfigError("target.fp8=true: only a GPU gains by it, and run.device is the CPU")
+    if config.target.server is not None:
+        _check_server(config, layout)
     if targets > 1 and layout == "colocated":
         raise ConfigError(
             f"topology.targets={targets} with topology.layout=colocated: in turn there is one target; use layout=split"
@@ -281,10 +331,60 @@ def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:
         raise ConfigError(
             f"topology.address={config.topology.address} with executor=local: it names a Ray cluster; use executor=ray"
         )
-    if targets > 1 and shape.rope.get("rope_type") in ("dynamic", "longrope"):
+    if targets > 1 and config.target.server is None and shape.rope.get("rope_type") in ("dynamic", "longrope"):
         raise ConfigError(
             f"topology.targets={targets}: Transformers rewrites the {shape.rope['rope_type']} frequencies of "
             f"{shape.model_type} by the length of each forward, so that threads would disturb each other; use targets=1"
+        )
+
+
+def _check_parts(config: RunConfig, shape: TargetShape, draft: DraftShape, device: torch.device, layout: str) -> None:
+    """Whether the target can be split over as many GPUs as is asked for."""
+    count, topology = config.topology.gpus_per_target, config.topology
+    seen = f"topology.gpus_per_target={count}"
+    if count <= 1:
+        return
+    for name in ("server", "cache"):
+        if getattr(config.target, name) is not None:
+            raise ConfigError(f"{seen} with target.{name}: no target runs here; leave the key out")
+    layers = shape.num_layers if needs_last_hidden(config) else draft.target_layer_ids[-1] + 1
+    if count > layers:
+        raise ConfigError(f"{seen}: {layers} layers of {shape.model_type} run, and a part has at least one")
+    if (rope := shape.rope.get("rope_type")) in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"{seen}: Transformers rewrites the {rope} frequencies of {shape.model_type} by the length of each "
+            "forward, and the parts are at different rows at a time; use 1"
+        )
+    if topology.executor == "ray" and layout == "colocated":
+        raise ConfigError(
+            f"{seen} with executor=ray and topology.layout=colocated: there each drafter has a target on its own GPU; "
+            "use layout=split"
+        )
+    if topology.executor == "local":
+        if topology.targets > 1:
+            raise ConfigError(
+                f"{seen} with topology.targets={topology.targets} and executor=local: one target, whose parts have "
+                f"{lanes(count)} rows under way, is all that a process has; use targets=1, or executor=ray"
+            )
+        part_devices(device, count)
+
+
+def _check_server(config: RunConfig, layout: str) -> None:
+    """What a target that a server runs cannot be told here."""
+    if config.target.server_files is None:
+        raise ConfigError(
+            "target.server without target.server_files: name the folder that the server writes hidden states to (its "
+            "shared_storage_path), as seen from here"
+        )
+    if config.target.fp8 or config.target.packing == "packed":
+        key = "target.fp8=true" if config.target.fp8 else "target.packing=packed"
+        raise ConfigError(f"{key} with target.server: the server computes as it was started; leave the key out")
+    if config.topology.executor == "ray":
+        raise ConfigError("topology.executor=ray with target.server: threads of this process ask it; use local")
+    if layout == "colocated":
+        raise ConfigError(
+            "topology.layout=colocated with target.server: in turn the server would stand still while the drafter "
+            "trains; use layout=split"
         )
 
 
@@ -293,6 +393,11 @@ def _check_ray(config: RunConfig, layout: str) -> None:
         raise ConfigError(
             "topology.layout=colocated with executor=ray and one drafter is one process: use executor=local, more "
             "topology.drafters, or layout=split"
+        )
+    if layout == "split" and config.target.cache is not None:
+        raise ConfigError(
+            "topology.layout=split with executor=ray and target.cache: there is no target to give a process to; use "
+            "layout=colocated with several drafters, or executor=local"
         )
     if config.topology.gpus_per_target == 0 and config.topology.drafters > 1:
         raise ConfigError("topology.gpus_per_target=0 with several drafters: which one's GPU would they share? Use 1")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import ConfigError
+from paceline.models.split import lanes, part_starts
 from paceline.plan import flops
 from paceline.plan.cards import GPUS_PER_HOST, Card
-from paceline.plan.memory import GIB, MemoryPlan, feature_bytes, memory_of
+from paceline.plan.memory import GIB, USABLE, MemoryPlan, feature_bytes, feature_dtype, kept_bytes, memory_of
 from paceline.plan.outline import Documents, DraftSizes, Outline, TargetSizes, with_topology
 from paceline.plan.speed import NETWORK_GB_PER_S, STORE_GB_PER_S, Times, assumptions, times, update_s
 from paceline.plan.what_if import Layout, split_rate
@@ -16,17 +19,13 @@ from paceline.plan.what_if import Layout, split_rate
 if TYPE_CHECKING:
     from paceline.plan.resolve import ResolvedRun
 
-USABLE = 0.97
-"""Of a card's memory: the rest goes to allocator slack and libraries. A guess; runs reserved up to 1.05 times what
-they held at most, and planned memory is above what they held."""
-
-
 @dataclass(frozen=True)
 class PlannedSplit:
     """Targets and drafters, and what they would do.
 
     Attributes:
         targets, drafters: Roles; colocated, one target for each drafter.
+        gpus_per_target: GPUs that the layers of a target are split over.
         tok_per_s: Document tokens a second, updates included.
         memory_gib: Of the role that needs more.
         missing_gib: What that role lacks on its card; 0: it fits.
@@ -48,6 +47,7 @@ class PlannedSplit:
     idle_frac: float
     hours: float
     gpu_hours: float
+    gpus_per_target: int = 1
 
     @property
     def fits(self) -> bool:
@@ -64,15 +64,39 @@ def plan_splits(
 ) -> list[PlannedSplit]:
     """All splits of `count` cards: in turn, and N targets beside M drafters.
 
+    A target takes as many cards as the run file says; else one, or where it needs more as many as it needs, or more.
+
     Args:
         tokens: To be trained on, all passes counted.
         is_even: Steps grow to a multiple of the drafters, so that none is idle at their end; else steps are the run's,
             and drafters without a micro-batch wait.
     """
     found = times(plan, card)
-    colocated = _planned(plan, card, count, "colocated", 0, count, found, tokens, is_even)
-    splits = [_planned(plan, card, count, "split", n, count - n, found, tokens, is_even) for n in range(1, count)]
+    least, said = gpus_of_target(plan, card), plan.config.topology.gpus_per_target > 1
+    if said and least >= count:
+        raise ConfigError(f"topology.gpus_per_target={least}: of {count} GPUs none is left for a drafter")
+    if least >= count:
+        least = 1
+    most = least if said or least == 1 else min(count - 1, GPUS_PER_HOST, plan.num_layers)
+    colocated = _planned(plan, card, count, "colocated", 0, count, 1, found, tokens, is_even)
+    splits = [
+        _planned(plan, card, count, "split", n, count - n * each, each, found, tokens, is_even)
+        for each in range(least, most + 1)
+        for n in range(1, (count - 1) // each + 1)
+    ]
     return [colocated, *splits]
+
+
+def gpus_of_target(plan: Outline, card: Card) -> int:
+    """Cards that a target takes: what the run file says where that is more than one, else the smallest number of a host
+    that it fits on; 1 if there is none."""
+    if (said := plan.config.topology.gpus_per_target) > 1:
+        return said
+    for each in range(1, min(GPUS_PER_HOST, plan.num_layers) + 1):
+        needed = role_memory(with_topology(plan, "split", 1, 1, each))
+        if needed["target"] <= USABLE * card.memory_gib * GIB:
+            return each
+    return 1
 
 
 def best_of(splits: list[PlannedSplit]) -> PlannedSplit | None:
@@ -87,6 +111,8 @@ def settings_of(plan: Outline, split: PlannedSplit, *, is_even: bool) -> list[st
         found += ["topology.executor=ray", f"topology.drafters={split.drafters}"]
     if split.layout == "split":
         found.append(f"topology.targets={split.targets}")
+    if split.gpus_per_target > 1:
+        found.append(f"topology.gpus_per_target={split.gpus_per_target}")
     if is_even:
         found.append(f"optim.tokens_per_step={split.batches_per_step * plan.slots}")
     return found
@@ -99,10 +125,12 @@ def _planned(
     layout: Layout,
     targets: int,
     drafters: int,
+    gpus_per_target: int,
     found: Times,
     tokens: float,
     is_even: bool,
 ) -> PlannedSplit:
+    plan = with_topology(plan, layout, max(1, targets), drafters, gpus_per_target)
     a_step = plan.batches_per_step
     if is_even:
         a_step = math.ceil(a_step / drafters) * drafters
@@ -114,7 +142,7 @@ def _planned(
     else:
         out_s, in_s = transport(plan, card)
         drafter_s = (turns * (found.drafter_s + in_s) + exchange_s) / a_step * drafters
-        target_s = found.target_s + out_s
+        target_s = found.target_s * _largest_share(plan) + out_s
         rate = split_rate(targets, drafters, target_s, drafter_s)
         limit = "targets" if targets / target_s < drafters / drafter_s else "drafters"
         if hosts > 1:  # features that a drafter of another host gets, by each host's way out
@@ -122,10 +150,7 @@ def _planned(
             most = hosts * 1e9 * NETWORK_GB_PER_S / (features * (hosts - 1) / hosts)
             rate, limit = (most, "network") if most < rate else (rate, limit)
     tok_per_s = rate * plan.tokens
-    memory = {
-        role: needed / GIB
-        for role, needed in role_memory(with_topology(plan, layout, max(1, targets), drafters)).items()
-    }
+    memory = {role: needed / GIB for role, needed in role_memory(plan).items()}
     fullest = max(memory.values())
     hours = tokens / tok_per_s / 3600
     return PlannedSplit(
@@ -141,6 +166,7 @@ def _planned(
         idle_frac=1.0 - a_step / (turns * drafters),
         hours=hours,
         gpu_hours=hours * count,
+        gpus_per_target=gpus_per_target,
     )
 
 
@@ -203,16 +229,46 @@ def memory_by_role(plan: Outline) -> dict[str, dict[str, int]]:
     if plan.config.topology.layout != "split":
         weights = drafter["weights"] + parts.target_bytes
         return {"colocated": {**drafter, "weights": weights, "channel": parts.queue_bytes}}
-    return {
-        "target": {
-            "weights": parts.target_bytes + parts.shared_bytes,
-            "optimizer": 0,
-            "activations": _prefill_bytes(plan),
-            "channel": one,
-        },
-        "drafter": {**drafter, "channel": one},
-        "host": {"weights": 0, "optimizer": 0, "activations": 0, "channel": parts.queue_bytes},
+    count, nothing = plan.config.topology.gpus_per_target, {"weights": 0, "optimizer": 0, "activations": 0}
+    target = {
+        "weights": max(target_weights(plan)),
+        "optimizer": 0,
+        "activations": _prefill_bytes(plan),
+        "channel": one * (lanes(count) if count > 1 else 1),
     }
+    if plan.config.target.server is not None or plan.config.target.cache is not None:  # threads that ask or read
+        target = {**nothing, "channel": 0}
+    return {
+        "target": target,
+        "drafter": {**drafter, "channel": one},
+        "host": {**nothing, "channel": parts.queue_bytes},
+    }
+
+
+def target_weights(plan: Outline) -> list[int]:
+    """Bytes of weights on each GPU of a target, as `models.split` cuts it: embedding and head with the first part."""
+    sizes, shared = _layer_bytes(plan), memory_parts(plan).shared_bytes
+    edges = [*_starts(plan), len(sizes)]
+    parts = [sum(sizes[start:end]) for start, end in pairwise(edges)]
+    return [parts[0] + shared, *parts[1:]]
+
+
+def _layer_bytes(plan: Outline) -> list[int]:
+    size = 1 if plan.config.target.fp8 else 4 if plan.config.target.dtype == "float32" else 2
+    counts = [plan.target.trunk_parameters(i) for i in range(plan.num_layers + 1)]
+    return [size * (after - before) for before, after in pairwise(counts)]
+
+
+def _starts(plan: Outline) -> tuple[int, ...]:
+    """First layer of each part of a target."""
+    count = max(1, plan.config.topology.gpus_per_target)
+    return part_starts(_layer_bytes(plan), count, first=memory_parts(plan).shared_bytes)
+
+
+def _largest_share(plan: Outline) -> float:
+    """Of a target's time, that its slowest part takes: the parts work on different rows at a time."""
+    sizes = _layer_bytes(plan)
+    return max(sum(sizes[start:end]) for start, end in pairwise([*_starts(plan), len(sizes)])) / sum(sizes)
 
 
 def role_memory(plan: Outline) -> dict[str, int]:
@@ -255,18 +311,19 @@ def plan_record(
     """
     splits = plan_splits(plan, card, count, tokens, is_even=is_even)
     best = best_of(splits)
-    memory = memory_by_role(with_topology(plan, "colocated", 1, count))
+    memory = memory_by_role(with_topology(plan, "colocated", 1, count, 1))
     if count > 1:  # beside it the split's: of the best, or of the fastest that there would be
         is_split = best is not None and best.layout == "split"
         shown = best if is_split and best is not None else max(splits[1:], key=lambda each: each.tok_per_s)
-        memory |= memory_by_role(with_topology(plan, "split", shown.targets, shown.drafters))
+        memory |= memory_by_role(with_topology(plan, "split", shown.targets, shown.drafters, shown.gpus_per_target))
     found = times(plan, card)
     out_s, in_s = transport(plan, card)
     states = len(plan.draft.target_layer_ids) + plan.last_hidden
-    size = 4 if plan.config.draft.dtype == "float32" else 2
+    kept_dtype = feature_dtype(plan.config, plan.last_hidden)
     return {
         "target": target,
         "gpus": count,
+        "gpus_per_target": gpus_of_target(plan, card),
         "card": card.name,
         "tokens": tokens,
         "drafter": {
@@ -299,7 +356,7 @@ def plan_record(
             | {"total_gib": sum(parts.values()) / GIB}
             for role, parts in memory.items()
         },
-        "offline_cache_bytes": round(distinct_tokens * states * plan.draft.hidden_size * size),
+        "offline_cache_bytes": kept_bytes(round(distinct_tokens), states, plan.draft.hidden_size, kept_dtype),
         "assumptions": {
             **{name: {"value": source, "source": "of this plan"} for name, source in sources.items()},
             **assumptions(card),

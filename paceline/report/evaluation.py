@@ -271,8 +271,9 @@ def _contexts(record: Record) -> Html:
         end = bucket.get("end")
         span = f"{_num(bucket, 'start')} to {number(end - 1)}" if is_number(end) else f"{_num(bucket, 'start')} on"
         rates = _num(bucket, "baseline_tok_per_s", 1), _num(bucket, "tok_per_s", 1), times(bucket.get("speedup"))
-        rows.append((span, _num(bucket, "rounds"), _num(bucket, "acceptance_length", 2), *rates))
-    head = ("tokens of context", "rounds", "acceptance length", "plain tok/s", "drafted tok/s", "speed")
+        length = f"{_num(bucket, 'acceptance_length', 2)} ({_interval(bucket) or MISSING})"
+        rows.append((span, _num(bucket, "rounds"), length, *rates))
+    head = ("tokens of context", "rounds", "acceptance length (95 %)", "plain tok/s", "drafted tok/s", "speed")
     caption = "Prompt and answer before the round; reading the prompt is left out of these rates"
     return table(head, rows, caption) if rows else Html()
 
@@ -386,7 +387,8 @@ def _settings(record: Record) -> Html:
         }
     return facts(
         {
-            "Target": _text(record, "target"),
+            "Target": _text(record, "target")
+            + (f", with the adapter {_text(record, 'adapter')}" if record.get("adapter") else ""),
             "Drafter": _text(record, "draft"),
             "Prompts": ", ".join(file for file in items_of(record, "prompt_files") if isinstance(file, str)) or MISSING,
             "Thinking": _text(record, "thinking"),

@@ -69,7 +69,9 @@ def _headline(record: Record) -> Html:
 def _name(split: Record) -> str:
     if split.get("layout") == "colocated":
         return "in turn"
-    return f"{number(split.get('targets'))} + {number(split.get('drafters'))}"
+    each = split.get("gpus_per_target")
+    of = f" of {number(each)} GPUs" if is_number(each) and each > 1 else ""
+    return f"{number(split.get('targets'))}{of} + {number(split.get('drafters'))}"
 
 
 def _limit(split: Record) -> str:

@@ -167,12 +167,15 @@ def restore(
             )
         return fresh
     state = checkpoint.load_state(place)
-    for name, key in (("target_fingerprint", "target.path"), ("data_fingerprint", "data.path")):
+    for name, keys in (
+        ("target_fingerprint", ("target.path", "target.adapter")),
+        ("data_fingerprint", ("data.path",)),
+    ):
         trained, now = getattr(state, name), getattr(fresh, name)
-        if trained != now and key not in allowed:
+        if trained != now and not any(key in allowed for key in keys):
             raise CheckpointError(
-                f"{place} was trained with other contents of {key}: {name} {trained[:12]}, now {now[:12]}; "
-                f"--allow-change {key} goes on all the same"
+                f"{place} was trained with other contents of {' or '.join(keys)}: {name} {trained[:12]}, now "
+                f"{now[:12]}; --allow-change {keys[0]} goes on all the same"
             )
     for name in ("total_steps", "num_anchors"):
         trained, now = getattr(state, name), getattr(fresh, name)

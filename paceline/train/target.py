@@ -30,8 +30,12 @@ def set_up(config: RunConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def load_target(config: RunConfig) -> Target:
-    """The frozen target of a resolved configuration, on its device; sets torch up for the run."""
+def load_target(config: RunConfig, last_hidden: bool | None = None) -> Target:
+    """The frozen target of a resolved configuration, on its device; sets torch up for the run.
+
+    Args:
+        last_hidden: Whether it delivers its last hidden state; None: if the run needs it.
+    """
     set_up(config)
     assert not isinstance(config.target.layer_ids, str)  # it is resolved
     return Target.load(
@@ -40,13 +44,15 @@ def load_target(config: RunConfig) -> Target:
         dtype=getattr(torch, config.target.dtype),
         device=config.run.device,
         packing=config.target.packing,
-        needs_last_hidden=needs_last_hidden(config),
+        needs_last_hidden=needs_last_hidden(config) if last_hidden is None else last_hidden,
         feature_dtype=getattr(torch, config.draft.dtype),
         revision=config.target.revision,
         trust_remote_code=config.target.trust_remote_code,
         kernels=config.kernels if config.run.device.startswith("cuda") else None,
         row_length=int(config.pipeline.tokens_per_batch),
         fp8=config.target.fp8,
+        adapter=config.target.adapter,
+        num_parts=max(1, config.topology.gpus_per_target),
     )
 
 
@@ -61,6 +67,7 @@ def load_head(config: RunConfig) -> Target:
         packing="per_document",
         revision=config.target.revision,
         trust_remote_code=config.target.trust_remote_code,
+        adapter=config.target.adapter,
     )
 
 

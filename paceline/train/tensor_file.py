@@ -5,6 +5,7 @@ The data is read once, straight from the tensors, and while a piece is hashed or
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -59,21 +60,37 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], moved: Callable[[in
 
 def write_pieces(path: Path, pieces: Iterable[memoryview | bytes], moved: Callable[[int], None]) -> Written:
     """Write a new file and force it to the disk. Raises: OSError."""
-    digest, size, synced = hashlib.sha256(), 0, 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with contextlib.closing(PieceWriter(path)) as file:
         for piece in pieces:
-            digest.update(piece)
-            _write_all(descriptor, piece)
-            size += len(piece)
-            if size - synced >= SYNC_BYTES:
-                os.fsync(descriptor)
-                synced = size
+            file.write(piece)
             moved(len(piece))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return Written(size, digest.hexdigest())
+        return file.finish()
+
+
+class PieceWriter:
+    """A new file that is written piece by piece, and hashed on the way. Every method raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._digest, self._size, self._synced = hashlib.sha256(), 0, 0
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, piece: memoryview | bytes) -> None:
+        """Append a piece; now and then all is forced to the disk."""
+        self._digest.update(piece)
+        _write_all(self._descriptor, piece)
+        self._size += len(piece)
+        if self._size - self._synced >= SYNC_BYTES:
+            os.fsync(self._descriptor)
+            self._synced = self._size
+
+    def finish(self) -> Written:
+        """Force the rest to the disk."""
+        os.fsync(self._descriptor)
+        return Written(self._size, self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Let go of the file, whatever state it is in."""
+        os.close(self._descriptor)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

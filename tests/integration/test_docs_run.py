@@ -21,6 +21,7 @@ from paceline.cli.main import app
 from paceline.config import dump_config
 from tests.integration.test_profile_live import PATIENCE_S, SLOW_TRAINING, environment, until
 from tests.toy import Toy, train
+from tests.unit.models.test_adapter import adapter_of
 from tests.unit.test_docs_commands import PAGES, commands
 
 RUN_ELSEWHERE = ("quickstart.md", "train-your-model.md")
@@ -84,6 +85,9 @@ class Desk:
         self.yaml.write_text(dump_config(toy.config(folder / "begun", "run.max_steps=4")), encoding="utf-8")
         self.drafter = folder / "drafter"
         self.call("export", str(self.ended), "--out", str(self.drafter))
+        self.adapter, _ = adapter_of(str(toy.target), folder / "adapter")
+        self.features = folder / "features"
+        self.call("cache", str(self.yaml), "--out", str(self.features))
         self.reports = [folder / name for name in ("before.json", "after.json")]
         self.num_made = 0
 
@@ -151,7 +155,7 @@ def meant(words: list[str], desk: Desk) -> list[str]:
     of_option = {
         "--target": str(desk.toy.target), "--tokenizer": str(desk.toy.target), "--draft": str(desk.ended),
         "--prompts": str(desk.prompts), "--data": str(desk.toy.data), "--run": str(desk.ended),
-        "--config": str(desk.yaml),
+        "--config": str(desk.yaml), "--adapter": desk.adapter, "--verify": str(desk.features),
     }  # fmt: skip
     found, option = list[str](), ""
     for place, word in enumerate(words):
@@ -173,11 +177,13 @@ def meant(words: list[str], desk: Desk) -> list[str]:
             word = str(desk.process.pid)
         elif word.endswith(".json"):
             word = str(desk.report(0 if word in ("a.json", "before.json") else 1))
-        elif verb == "train" and word == "run.yaml":
+        elif verb in ("train", "cache") and word == "run.yaml":
             word = str(desk.yaml)
+        elif word == "target.cache=features":
+            word = f"target.cache={desk.features}"
         elif verb in ("prepare", "regenerate") and place > 0:
             word = str(desk.toy.conversations)
-        elif place > 0 and word in ("DIR", "DATA", "data", "drafter", "runs/drafter"):
+        elif place > 0 and word in ("DIR", "DRAFTER", "DATA", "data", "drafter", "runs/drafter"):
             word = {"inspect": str(desk.toy.data), "check": str(desk.drafter)}.get(verb, str(desk.ended))
         found.append(word)
     name = " ".join(found[:2]) if verb == "profile" else verb

@@ -57,6 +57,16 @@ def test_json_is_alone_on_stdout_and_has_the_keys() -> None:
     assert {"fp8_factor", "card", "network_gb_per_s"} <= set(record["assumptions"])
 
 
+def test_a_target_over_several_cards_is_told_in_the_table_and_on_the_page(tmp_path: Path) -> None:
+    """How many it takes, and for each split how many it has; the best is a run file's overrides as ever."""
+    page = tmp_path / "plan.html"
+    arguments = ["plan", "--target", "qwen3-235b-a22b", "--gpus", "8xh200", "--html", str(page)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False, env={"COLUMNS": "160"})
+    assert result.exit_code == 0 and "a target takes 4 GPUs or more" in result.output
+    assert "1x6+2" in result.output and "topology.gpus_per_target=6" in result.output.replace("\n", " ")
+    assert "1 of 6 GPUs + 2" in page.read_text(encoding="utf-8")
+
+
 def test_files_are_written_beside_the_table(tmp_path: Path) -> None:
     """The terminal's tables name every role and part; page and JSON lie where they were asked for."""
     place, page = tmp_path / "plan.json", tmp_path / "plan.html"
@@ -262,6 +272,13 @@ def test_a_run_without_a_profile_is_told_how_to_get_one(tmp_path: Path, text: st
         what_if_record(run, ["targets=2"])
 
 
+def test_waits_of_targets_over_several_gpus_are_not_guessed(tmp_path: Path) -> None:
+    """Several threads make their features, and none of them knows whether the target waits."""
+    run = profile(tmp_path, [], "topology.gpus_per_target=2")
+    with pytest.raises(ConfigError, match="has topology.gpus_per_target=2"):
+        what_if_record(run, ["targets=2"])
+
+
 def test_a_real_run_is_asked(toy: Toy, tmp_path: Path) -> None:
     """Stages of a run of two targets, as it wrote them, give times, a verdict and other splits in the terminal."""
     config = toy.config(tmp_path / "run", "topology.targets=2", "topology.layout=split", "run.max_steps=12")
@@ -288,6 +305,12 @@ def test_a_dry_run_says_what_each_role_needs(toy: Toy, tmp_path: Path) -> None:
     assert sum(role.values()) == pytest.approx(record["memory"]["total_gib"], abs=0.005)
     text = CliRunner().invoke(app, ["train", str(run_file), "--dry-run"], catch_exceptions=False).stdout
     assert "memory by role:\n  colocated: weights_gib " in text
+    two = tmp_path / "two.yaml"
+    two.write_text(dump_config(toy.config(tmp_path / "run", "topology.gpus_per_target=2")))
+    split = json.loads(CliRunner().invoke(app, ["train", str(two), "--dry-run", "--json"]).stdout)
+    whole = record["memory"]["target_gib"] + record["memory"]["shared_gib"]
+    assert split["plan"]["gpus_per_target"] == 2 and split["plan"]["layout"] == "split"
+    assert split["roles"]["target"]["weights_gib"] <= whole
     assert not (tmp_path / "run").exists()
 
 

@@ -101,6 +101,25 @@ def test_buckets_split_rounds_by_context() -> None:
     assert [b.start for b in context_buckets([], [answer([0], num_prompt=n) for n in (127, 128)])] == [0, 128]
 
 
+def test_a_bucket_has_the_interval_of_its_own_rounds() -> None:
+    """What an evaluation of these rounds alone would say, prompt by prompt; without enough prompts there is none."""
+    short = [[1, 2], [0, 3, 1], [2]]
+    answers = [answer(counts, num_prompt=100) for counts in short]
+    answers += [answer([3, 0], num_prompt=70_000), answer([1], num_prompt=70_000)]
+    near, far = context_buckets([], answers)
+    wanted = acceptance_estimate(answers[:3])
+    assert near.estimate == wanted and wanted is not None and near.prompts == 3 and near.rounds == 6
+    assert near.as_dict()["acceptance_length_interval"] == [wanted.low, wanted.high]
+    assert (far.start, far.end, far.prompts, far.rounds, far.estimate) == (65_536, 131_072, 2, 3, None)
+    assert far.as_dict()["acceptance_length_interval"] is None
+
+
+def test_an_answer_that_grows_into_a_bucket_counts_there() -> None:
+    """With the rounds that it had there: one prompt in two buckets."""
+    buckets = context_buckets([], [answer([1, 1, 3], num_prompt=1020), answer([2], num_prompt=1030)])
+    assert [(b.start, b.prompts, b.rounds) for b in buckets] == [(512, 1, 2), (1024, 2, 2)]
+
+
 def test_the_first_token_is_there_after_the_prompt() -> None:
     """Its time is the prefill's, in the median and at most."""
     answers = [Decoded([1], Acceptance(0), prefill_s=seconds) for seconds in (1.0, 5.0, 2.0)]

@@ -110,6 +110,17 @@ def test_short_runs_take_small_steps(toy: Toy) -> None:
         (["pipeline.tokens_per_batch=16"], ConfigError, r"tokens_per_batch=16 is shorter than the longest row, \d+"),
         (["draft.block_size=120"], ConfigError, r"draft\.block_size=120 is larger than every row of .* has \d+ tokens"),
         (["topology.layout=colocated", "topology.targets=2"], ConfigError, r"topology\.targets=2 with .*colocated"),
+        (["topology.gpus_per_target=5"], ConfigError, r"gpus_per_target=5: 3 layers of llama run"),
+        (
+            ["topology.gpus_per_target=2", "topology.targets=2"],
+            ConfigError,
+            r"gpus_per_target=2 with .*targets=2 .* 3 rows",
+        ),
+        (
+            ["topology.gpus_per_target=2", "topology.executor=ray", "topology.drafters=2", "topology.layout=colocated"],
+            ConfigError,
+            r"gpus_per_target=2 with executor=ray and topology\.layout=colocated",
+        ),
         (["draft.kind=dflash3"], ConfigError, r"draft\.kind='dflash3' is no drafter kind; there is dflash"),
         (["draft.options={rank: 3}"], ConfigError, r"draft\.options=\{'rank': 3\}"),
         (["data.max_length=20"], DataError, r"has a row of \d+ tokens, above data\.max_length=20"),
@@ -302,3 +313,36 @@ def test_devices() -> None:
     """auto is the CPU where there is no GPU."""
     if not torch.cuda.is_available():
         assert resolve_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "there_gib", "layout", "note"),
+    [
+        (
+            ("topology.drafters=2",),
+            80.0,
+            "colocated",
+            "every GPU has both in turn: target and drafter together need 0.0",
+        ),
+        (("topology.drafters=2",), 1e-4, "split", "targets run beside drafters: target and drafter together need"),
+        ((), 80.0, "split", None),
+        (("topology.drafters=2", "topology.targets=2"), 80.0, "split", None),
+        (("topology.executor=local",), 1e-4, "colocated", None),
+        (("topology.drafters=2", "topology.layout=split"), 80.0, "split", None),
+    ],
+)
+def test_the_memory_plan_chooses_the_layout_on_ray(
+    toy: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    there_gib: float,
+    layout: str,
+    note: str | None,
+) -> None:
+    """Of several drafters with one target each GPU has both where they fit; elsewhere memory decides nothing."""
+    properties = SimpleNamespace(total_memory=int(there_gib * GIB))
+    monkeypatch.setattr("paceline.plan.resolve.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    resolved = resolve_toy(toy, "topology.executor=ray", *overrides)
+    assert resolved.config.topology.layout == layout
+    assert (resolved.layout_note or "").startswith(note or "") and (resolved.layout_note is None) == (note is None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import plan as benchmark
 from paceline.config import load_config
@@ -139,11 +141,114 @@ def test_roles_need_what_the_memory_plan_says() -> None:
     assert split["host"]["channel"] == min((2 * 5 + 3 + 3) * slots, 4 * GIB + 3 * slots)
 
 
+@pytest.mark.parametrize("key", ["target.server=http://127.0.0.1:1", "target.cache=features"])
+def test_a_target_that_is_elsewhere_takes_nothing_here(key: str) -> None:
+    """Threads ask for features or read them; what a drafter shares of the target is the drafter's."""
+    here, elsewhere = (memory_by_role(with_topology(unit(*keys), "split", 1, 1)) for keys in ((), (key,)))
+    assert not any(elsewhere["target"].values()) and all(here["target"][name] for name in ("weights", "channel"))
+    assert elsewhere["drafter"]["optimizer"] == here["drafter"]["optimizer"]
+
+
 def test_a_target_that_fits_no_card_is_said_to_lack_memory() -> None:
-    """A 27 B target on 24 GiB: every split is listed, none fits, and what is missing is told."""
-    found = plan_splits(unit(target="qwen3.6-27b"), CARDS["rtx4090"], 4)
+    """A 27 B target on 10 GiB: every split is listed, none fits, and what is missing is told."""
+    small = dataclasses.replace(CARDS["rtx4090"], memory_gib=10.0)
+    found = plan_splits(unit(target="qwen3.6-27b"), small, 4)
     assert len(found) == 4 and not any(each.fits for each in found)
-    assert all(each.missing_gib > 20 for each in found)
+    assert all(each.missing_gib > 20 and each.gpus_per_target == 1 for each in found)
+
+
+def test_rows_of_64_k_tokens_fit_one_card_if_layers_are_computed_again() -> None:
+    """An 8 B target with its drafter on an H200. What is kept then is each layer's input, two streams of it behind the
+    first, the context's keys and values, and one layer's inside."""
+    rows = Documents((65_536,))
+
+    def planned(*overrides: str) -> Outline:
+        config = load_config(None, ["target.path=t", "data.path=d", "data.max_length=65536", *overrides])
+        return outline(config, target_sizes(BUILT_IN["qwen3-8b"]), rows)
+
+    plain, again = planned(), planned("draft.recompute=true")
+    assert plain.slots == 65_536 and plain.num_anchors == 10_920
+    assert not plan_splits(plain, H200, 1)[0].fits and plan_splits(again, H200, 1)[0].fits
+    kept, less = (
+        memory_by_role(with_topology(each, "colocated", 1, 1))["colocated"]["activations"] for each in (plain, again)
+    )
+    block_rows, width, layers = 10_920 * 16, 4096, 5
+    inside = 4 * width + 3 * 12_288 + 2 * 4096 + 2 * 1024
+    saved = (layers - 1) * inside - (2 * layers - 1) * width
+    assert kept - less == 2 * block_rows * saved
+
+
+# ------------------------------------------------------------------ targets over several cards
+
+
+def test_a_target_that_fits_no_card_is_split_over_as_many_as_it_needs() -> None:
+    """235 B parameters on eight H200: four cards hold them, three do not; more are faster, and each split is told."""
+    plan = unit(target="qwen3-235b-a22b")
+    assert splits.gpus_of_target(plan, H200) == 4
+    found = plan_splits(plan, H200, 8)
+    assert [(each.targets, each.gpus_per_target, each.drafters) for each in found[1:]] == [
+        (1, 4, 4), (1, 5, 3), (1, 6, 2), (1, 7, 1),
+    ]  # fmt: skip
+    assert not found[0].fits and all(each.fits for each in found[1:])
+    three = role_memory(with_topology(plan, "split", 1, 5, 3))["target"]
+    assert three > splits.USABLE * H200.memory_gib * GIB
+    best = best_of(found)
+    assert best is not None and best.gpus_per_target == 6
+    config = load_config(None, ["target.path=t", "data.path=d", *splits.settings_of(plan, best, is_even=False)])
+    assert (config.topology.gpus_per_target, config.topology.drafters, config.topology.executor) == (6, 2, "ray")
+    record = plan_record(plan, H200, 8, target="t", tokens=1e9, distinct_tokens=1e9, sources={})
+    assert record["gpus_per_target"] == 4 and record["best"]["gpus_per_target"] == 6
+    assert record["memory"]["target"]["weights_gib"] == pytest.approx(max(splits.target_weights(of(plan, 6))) / GIB)
+
+
+def test_cards_that_are_too_few_for_a_target_are_told_from_those_that_are_too_small() -> None:
+    """On two cards nothing fits, and the plan still says how many a target takes; a run file that leaves no card to a
+    drafter is refused."""
+    plan = unit(target="qwen3-235b-a22b")
+    found = plan_splits(plan, H200, 2)
+    assert not any(each.fits for each in found) and {each.gpus_per_target for each in found} == {1}
+    assert plan_record(plan, H200, 2, target="t", tokens=1e9, distinct_tokens=1e9, sources={})["gpus_per_target"] == 4
+    with pytest.raises(ConfigError, match="gpus_per_target=8: of 8 GPUs none is left for a drafter"):
+        plan_splits(unit("topology.gpus_per_target=8"), H200, 8)
+
+
+def of(plan: Outline, gpus: int) -> Outline:
+    return with_topology(plan, "split", 1, 1, gpus)
+
+
+def test_what_fits_is_not_split_unless_the_run_file_says_so() -> None:
+    """And then it takes that many cards and no more."""
+    assert {each.gpus_per_target for each in plan_splits(unit(), H200, 8)} == {1}
+    found = plan_splits(unit("topology.gpus_per_target=3"), H200, 8)
+    assert [(each.targets, each.gpus_per_target, each.drafters) for each in found[1:]] == [(1, 3, 5), (2, 3, 2)]
+
+
+@pytest.mark.usefixtures("half_and_half")
+def test_the_largest_part_of_a_target_sets_its_pace() -> None:
+    """Of 34 layers over three cards, one of them with embedding and head, the slowest part has 14; rows follow one
+    another, so its time is the target's."""
+    plan = unit("topology.gpus_per_target=3")
+    found = next(each for each in plan_splits(plan, H200, 8, is_even=True) if each.layout == "split")
+    assert found.tok_per_s / plan.slots == pytest.approx(34 / 14 / 0.3) and found.limit == "targets"
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 5])
+def test_parts_are_cut_as_a_run_cuts_them(gpus: int) -> None:
+    """Layers and bytes of each card agree with those of the model, but for its vectors."""
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks import shapes
+    from paceline.models.split import bytes_of, starts_of
+
+    plan = of(unit(), gpus)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shapes.CONFIGS["qwen3-8b"](), dtype=torch.bfloat16)
+    starts = starts_of(model, plan.num_layers, gpus, keeps_norm=False)
+    edges = [*starts, plan.num_layers]
+    layers = [bytes_of(layer) for layer in model.get_decoder().layers]
+    held = [sum(layers[a:b]) for a, b in itertools.pairwise(edges)]
+    held[0] += 2 * 2 * 151_936 * 4096
+    assert splits.target_weights(plan) == pytest.approx(held, rel=1e-3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
