@@ -63,6 +63,7 @@ class Case:
         tokens: S.
         lengths: How long documents are: ``equal``, ``uniform`` or ``chat``.
         document: Tokens of a document (the longest, where they differ).
+        anchors_per_token: Share of positions that start a block.
     """
 
     name: str
@@ -76,12 +77,14 @@ class Case:
     batches_per_step: int = 1
     fp8: bool = False
     kind: str = "dflash"
+    anchors_per_token: float = 1 / 6
+    recompute: bool = False
 
     @property
     def num_anchors(self) -> int:
-        """A: one for every six tokens, in whole tiles of 128 rows."""
+        """A: by default one for every six tokens, in whole tiles of 128 rows."""
         tile = 128 // math.gcd(self.block_size, 128)
-        return max(tile, self.tokens // 6 // tile * tile)
+        return max(tile, int(self.tokens * self.anchors_per_token) // tile * tile)
 
 
 WORK_UNIT = Case("qwen3-8b", "qwen3-8b", 12_288, 3072)
@@ -106,7 +109,10 @@ CASES = [
     replace(SMALL, name="smollm2-135m-launched", kernels=Kernels(cuda_graphs="off")),
     replace(SMALL, name="smollm2-135m-eager", kernels=EAGER),
     Case("qwen3-0.6b", "qwen3-0.6b", 12_288, 3072),
+    Case("qwen3-8b-64k", "qwen3-8b", 65_536, 65_536, recompute=True),
+    Case("qwen3-8b-64k-few-anchors", "qwen3-8b", 65_536, 65_536, recompute=True, anchors_per_token=0.0416),
     Case("tiny", "tiny", 512, 128, "uniform"),
+    Case("tiny-recompute", "tiny", 512, 512, recompute=True, anchors_per_token=0.05),
     Case("tiny-dflash2", "tiny", 512, 128, "uniform", kind="dflash2"),
     Case("tiny-dspark", "tiny", 512, 128, "uniform", kind="dspark", block_size=15),
 ]
@@ -183,6 +189,7 @@ class Bench:
             batches_per_step=case.batches_per_step,
             dtype=dtype,
             kernels=case.kernels,
+            recompute=case.recompute,
         )
         self.rows = make_rows(case, self.target_shape.vocab_size)
         self.count = 0

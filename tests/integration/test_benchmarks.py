@@ -142,7 +142,7 @@ def test_a_peer_that_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_step_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU at a tiny shape it trains a drafter of each kind, and writes what it timed."""
-    out, names = tmp_path / "step.json", ["tiny", "tiny-dflash2", "tiny-dspark"]
+    out, names = tmp_path / "step.json", ["tiny", "tiny-recompute", "tiny-dflash2", "tiny-dspark"]
     options = ["--cases", *names, "--device", "cpu", "--out", str(out), "--seconds", "0.01", "--warmup", "0"]
     monkeypatch.setattr(sys, "argv", ["benchmarks.step", *options])
     step.main()
