@@ -15,6 +15,7 @@ from paceline.config import Kernels, Loss, Optim
 from paceline.kernels.linear_mixed_loss import Mix
 from paceline.models.target import Target
 from paceline.records import FeatureBatch, TokenBatch
+from paceline.train.optim import MasterAdamW, is_hidden_matrix
 from paceline.train.step import TrainStep
 from tests import tiny
 
@@ -192,3 +193,22 @@ def test_recomputing_changes_no_bit(folder: Path) -> None:
         step.accumulate(target.features(rows()[0]))
         found.append({name: gradient.clone() for name, gradient in step.optimizer.gradients().items()})
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+def test_muon_updates_as_on_the_cpu() -> None:
+    """Matrices of layers within bfloat16's rounding of the iteration, all else within float32's; nothing waits."""
+    masters = {}
+    for device in ("cpu", "cuda"):
+        drafter = tiny.drafter(tiny.shape_of_kind("dspark")).to(device)
+        optimizer = MasterAdamW(drafter, Optim(kind="muon", weight_decay=0.1), torch.float32, sums_gradients=True)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(3):
+            for parameter in drafter.parameters():
+                gradient = torch.randn(parameter.shape, generator=generator).to(device)
+                (parameter * gradient).sum().backward()
+            optimizer.set_rate(1e-2, step)
+            optimizer.apply(torch.tensor(2.0, device=device))
+        masters[device] = {name: each.cpu() for name, each in optimizer.masters.items()}
+    for name, wanted in masters["cpu"].items():
+        limit = 2e-3 if is_hidden_matrix(name, wanted) else 1e-5
+        assert error(masters["cuda"][name], wanted) < limit, name
