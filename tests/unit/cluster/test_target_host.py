@@ -10,6 +10,7 @@ import torch
 from paceline.cluster.arrays import Arrays, pack, pack_tokens, unpack
 from paceline.cluster.ray_cluster import Needs, _places
 from paceline.cluster.target_host import Made, TargetHost
+from paceline.profiling import stages
 from paceline.train.target import load_target
 from tests import tiny
 from tests.toy import Toy
@@ -49,6 +50,8 @@ def test_a_target_in_parts_answers_several_calls_at_a_time(toy: Toy, tmp_path: A
     assert len(got) == 8 and threads_seen == {1}
     ids = torch.arange(1, 9)
     assert torch.equal(unpack(host.document(pack(ids))), target.document_features(ids))
+    assert host._page is not None
+    stages.close_run(host._page, host._page.path.parent)
     torch.set_num_threads(before)
 
 

@@ -256,8 +256,8 @@ def test_the_models_projections_are_freed(is_tied: bool, tmp_path: Path, monkeyp
     storages: list[torch.UntypedStorage] = []  # kept, so that no address is given out again
     original = module.load_causal_lm
 
-    def load(*args: Any) -> Any:
-        model = original(*args)
+    def load(*args: Any, **options: Any) -> Any:
+        model = original(*args, **options)
         loaded.append(weakref.ref(model))
         layers = model.get_decoder().layers
         storages.extend(layer.untyped_storage() for layer in layers.parameters() if layer.dim() > 1)
