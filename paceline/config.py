@@ -58,7 +58,7 @@ class Run(_Section):
 
 class Target(_Section):
     path: UserPath
-    """Folder of a Transformers decoder-only model, or a hub id."""
+    """Folder of a Transformers decoder-only model, a GGUF file, or a hub id."""
     revision: str | None = None
     """Hub revision; None: the default branch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -249,8 +249,8 @@ class Topology(_Section):
     """Of several drafters each keeps its part of the float32 gradient sums alone, 4 / M bytes a parameter in place of
     4. They then exchange gradients after every micro-batch, not once a step, and are not replayed from CUDA graphs."""
     gpus_per_target: int = Field(default=1, ge=0)
-    """GPUs of a target, of one host: its layers are split over them. With executor local they are `run.device` and those
-    that follow it. 0, with executor ray: it shares the drafter's."""
+    """GPUs of a target, of one host: its layers are split over them. With executor local they are `run.device` and
+    those that follow it. 0, with executor ray: it shares the drafter's."""
     drafters: int = Field(default=1, ge=1)
     """M: drafter roles; one on the local executor. They share the micro-batches of a step, best equally."""
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"

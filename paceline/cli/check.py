@@ -67,7 +67,7 @@ class CheckReport:
 
 def check(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Exported or published drafter, of either layout.")],
-    target: Annotated[str, typer.Option(metavar="DIR|ID", help="The target: a model folder or hub id.")],
+    target: Annotated[str, typer.Option(metavar="DIR|ID", help="The target: a model folder, GGUF file or hub id.")],
     engine: Annotated[
         Literal["zlab", "speculators", "vllm", "sglang"] | None,
         typer.Option(

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def eval(
-    target: Annotated[str, typer.Option(metavar="DIR|ID", help="The target: a model folder or hub id.")],
+    target: Annotated[str, typer.Option(metavar="DIR|ID", help="The target: a model folder, GGUF file or hub id.")],
     draft: Annotated[
         Path | None,
         typer.Option(

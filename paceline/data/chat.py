@@ -28,7 +28,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from paceline.data.dialects import Conversation, Rejection
 from paceline.data.encoder import Encoder, any_of
 from paceline.data.templates import ADVICE, Template, Turn, changed, is_reasoning_mark
-from paceline.errors import DataError
+from paceline.errors import DataError, ModelError
+from paceline.gguf_file import GGUFFile, find_gguf, load_gguf_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,15 @@ class TokenRow:
 
 
 def load_tokenizer(name: str, template: Path | None = None) -> PreTrainedTokenizerBase:
-    """Tokenizer of a folder or hub id, with the chat template of a file in place of its own if one is given.
+    """Tokenizer of a folder, GGUF file or hub id, with the chat template of a file in place of its own if one is given.
 
     Raises: DataError if the tokenizer or the template cannot be read, or neither brings a chat template.
     """
     try:  # False: unasked, the library would ask on standard input whether to run code that comes with a tokenizer
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        gguf = find_gguf(name)
+        tokenizer = load_gguf_tokenizer(gguf) if gguf else AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except ModelError as error:
+        raise DataError(str(error)) from error
     except Exception as error:  # of a damaged file the library raises a bare one
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"tokenizer {name} cannot be loaded: {first}") from error
@@ -84,7 +88,9 @@ def find_stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     ids = {tokenizer.eos_token_id}
     name = tokenizer.name_or_path
-    if name and (not Path(name).exists() or (Path(name) / "generation_config.json").is_file()):
+    if name and (gguf := find_gguf(name)) is not None:
+        ids.update(GGUFFile(gguf).stop_ids)
+    elif name and (not Path(name).exists() or (Path(name) / "generation_config.json").is_file()):
         try:
             stops = GenerationConfig.from_pretrained(name).eos_token_id
             ids.update(stops if isinstance(stops, list) else [stops])

@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
@@ -45,7 +44,7 @@ from paceline.kernels.attention import BlockLayout
 from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import pack_head, pack_layers
 from paceline.models.draft import ContextKV, DFlashDrafter, Proposal
-from paceline.models.loading import TargetShape, load_causal_lm, read_shape
+from paceline.models.loading import TargetShape, load_causal_lm, load_configs, shape_of
 
 
 class BatchTarget:
@@ -89,11 +88,9 @@ class BatchTarget:
         adapter: str | None = None,
     ) -> BatchTarget:
         """Load the text part of a model folder or hub id, with a LoRA adapter merged if named. Raises: ModelError."""
-        shape = read_shape(path, revision, trust_remote_code)
-        config = transformers.AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-        text = config.get_text_config()
-        model = load_causal_lm(path, text, dtype, device, revision, trust_remote_code, adapter=adapter)
-        return cls(model, shape, layer_ids)
+        config, generation = load_configs(path, revision, trust_remote_code)
+        model = load_causal_lm(path, config, dtype, device, revision, trust_remote_code, adapter=adapter)
+        return cls(model, shape_of(config, generation), layer_ids)
 
     @property
     def device(self) -> torch.device:

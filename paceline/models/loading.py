@@ -1,4 +1,4 @@
-"""A target's folder (or hub id): its shape and taps from the configuration alone, its tokenizer, its text part.
+"""A target's folder, GGUF file or hub id: shape and taps from the configuration alone, its tokenizer, its text part.
 
 Anything that is missing, left over or of another shape than expected is an error that names it.
 """
@@ -20,9 +20,11 @@ import transformers
 from safetensors import SafetensorError
 
 from paceline.errors import ConfigError, ModelError
+from paceline.gguf_file import GGUFFile, find_gguf, load_gguf_tokenizer
 from paceline.models import gated_delta
 from paceline.models.adapter import Places, merge_adapter, read_settings
 from paceline.models.dequantize import SUPPORTED, Quantization, open_weights, quantization_of, settings_of
+from paceline.models.gguf import open_gguf_weights, read_configs
 from paceline.models.split import device_map, place, starts_of
 
 log = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ def read_shape(path: str, revision: str | None = None, trust_remote_code: bool =
 
 def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The target's own tokenizer. Raises: ModelError."""
+    if (gguf := find_gguf(path)) is not None:
+        return load_gguf_tokenizer(gguf)
     try:
         return transformers.AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -172,8 +176,7 @@ def load_causal_lm(
             f"other shapes {sorted(map(str, loading['mismatched_keys']))[:3]}"
         )
     if adapter is not None:
-        whole = transformers.AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-        num_all = whole.get_text_config().num_hidden_layers
+        num_all = load_configs(path, revision, trust_remote_code)[0].num_hidden_layers
         places = Places(_TEXT_PART, _LEFT_OUT, num_all if num_layers is None else num_layers, num_all)
         merge_adapter(model, adapter, places, path)
     if starts:
@@ -225,6 +228,8 @@ def _load(
     settings: Mapping[str, Any] = {}
     try:
         with quiet_transformers():
+            if (gguf := find_gguf(path)) is not None:
+                return _load_gguf(GGUFFile(gguf), common)
             written, _ = transformers.PretrainedConfig.get_config_dict(path, revision=revision)
             settings = settings_of(written)
             quantization = quantization_of(written, _exported_quantization(path, revision))
@@ -272,10 +277,23 @@ def _load_quantized(
     if hasattr(common["config"], "quantization_config"):
         del common["config"].quantization_config
     weights, num_quantized = open_weights(_folder_of(path, hub["revision"]), quantization)
-    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(common["config"])]
-    loaded = model_class.from_pretrained(None, state_dict=weights, **common)
     dtype = str(common["dtype"]).removeprefix("torch.")
-    return loaded, f"{quantization.label}: {num_quantized} tensors dequantised to {dtype}{reason}"
+    note = f"{quantization.label}: {num_quantized} tensors dequantised to {dtype}{reason}"
+    return _from_weights(weights, common), note
+
+
+def _load_gguf(file: GGUFFile, common: dict[str, Any]) -> tuple[Any, str]:
+    """A GGUF file, dequantised."""
+    weights, kinds, num_quantized = open_gguf_weights(file)
+    dtype = str(common["dtype"]).removeprefix("torch.")
+    what = f"{num_quantized} tensors dequantised to {dtype}" if num_quantized else f"not quantised, as {dtype}"
+    return _from_weights(weights, common), f"GGUF {kinds}: {what}"
+
+
+def _from_weights(weights: dict[str, Any], common: dict[str, Any]) -> Any:
+    """Model and loading information of a state dict."""
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(common["config"])]
+    return model_class.from_pretrained(None, state_dict=weights, **common)
 
 
 def _load_as_it_is(
@@ -371,9 +389,13 @@ def quiet_transformers() -> Iterator[None]:
 
 def load_configs(path: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
     """The configuration of the text part, and the generation settings or None. Raises: ModelError."""
+    if (gguf := find_gguf(path)) is not None:
+        return read_configs(GGUFFile(gguf))
     folder = Path(path).expanduser()
     if folder.exists() and not (folder / "config.json").is_file():
-        raise ModelError(f"target {path} has no config.json: a Transformers model folder or a hub id was wanted")
+        raise ModelError(
+            f"target {path} has no config.json: a Transformers model folder, a GGUF file or a hub id was wanted"
+        )
     if not folder.exists():
         log.info("%s is no folder here: asking the hub for it", path)
     try:

@@ -9,6 +9,7 @@ import transformers
 
 from paceline.errors import ConfigError, ModelError
 from paceline.files import staged_folder
+from paceline.gguf_file import find_gguf
 from paceline.models.loading import first_line, load_causal_lm, load_configs, load_tokenizer, quiet_transformers
 
 
@@ -26,7 +27,7 @@ def write_merged(
     at all.
 
     Args:
-        path: Model folder or hub id.
+        path: Model folder, GGUF file or hub id.
         out: Must not exist.
         dtype: Of the weights; None: the one that the target's configuration names.
     Returns: the type, and whether parts for other inputs than text were left out.
@@ -36,7 +37,9 @@ def write_merged(
         raise ConfigError(f"{out} exists: a merged model is written to a new folder")
     config, generation = load_configs(path, revision, trust_remote_code)
     tokenizer = load_tokenizer(path, revision, trust_remote_code)
-    whole = transformers.AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    whole = config
+    if find_gguf(path) is None:
+        whole = transformers.AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     kind = dtype or config.dtype or torch.bfloat16
     model = load_causal_lm(path, config, kind, "cpu", revision, trust_remote_code, adapter=adapter)
     model.generation_config = transformers.GenerationConfig()  # Transformers refuses to write some that it reads

@@ -19,6 +19,7 @@ from paceline.plan.what_if import Layout, split_rate
 if TYPE_CHECKING:
     from paceline.plan.resolve import ResolvedRun
 
+
 @dataclass(frozen=True)
 class PlannedSplit:
     """Targets and drafters, and what they would do.

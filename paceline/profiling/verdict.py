@@ -164,7 +164,8 @@ def judge(
     groups = _regrouped(_without_pauses(_where_they_began(windows, targets)))
     whole = _sum(groups)
     if whole.seconds <= 0.0 or whole.batches <= 0.0:
-        return _verdict("undecided", None, _Waits.unsure(whole, targets), whole, queue_depth, "no batch was taken after the warm-up")
+        none = "no batch was taken after the warm-up"
+        return _verdict("undecided", None, _Waits.unsure(whole, targets), whole, queue_depth, none)
     if in_turn:
         return _taking_turns(groups, whole, queue_depth)
     known = min(len(groups), whole.batches / queue_depth)

@@ -1,6 +1,7 @@
 """The one-way rule between rooms, checked on the syntax tree of every file.
 
-    api -> cli -> cluster -> train, export, eval, plan -> pipeline, models, data, control -> kernels, dflash
+    api -> cli -> cluster -> train, export, eval, plan -> pipeline, models, data, control
+        -> kernels, dflash, gguf_file
         -> records, config, errors, files, report, profiling.stages (page, stats, device)
 
 A room may import what stands further right, and itself; rooms on one level do not know each other. Besides:
@@ -13,7 +14,7 @@ A room may import what stands further right, and itself; rooms on one level do n
     other profiling     may be imported by cli and api; all of it sees only itself and the lowest level
     ``__version__``     may be imported by anyone
 
-    transformers        only in models, export, eval, data
+    transformers        only in models, export, eval, data, gguf_file
     ray                 only in cluster
 
 Imports inside functions and under TYPE_CHECKING count like any other.
@@ -36,7 +37,7 @@ LEVELS = [
     {"cluster"},
     {"train", "export", "eval", "plan"},
     {"pipeline", "models", "data", "control"},
-    {"kernels", "dflash"},
+    {"kernels", "dflash", "gguf_file"},
     {"records", "config", "errors", "files", "report", *EMITTING},
 ]
 LEVEL_OF = {room: depth for depth, rooms in enumerate(LEVELS) for room in rooms}
@@ -48,7 +49,7 @@ ALLOWED_BESIDE_LEVELS = {
     ("cli", "profiling"),
     ("api", "profiling"),
 }
-EXTERNAL_ROOMS = {"transformers": {"models", "export", "eval", "data"}, "ray": {"cluster"}}
+EXTERNAL_ROOMS = {"transformers": {"models", "export", "eval", "data", "gguf_file"}, "ray": {"cluster"}}
 
 
 def room_of(module: str) -> str:

