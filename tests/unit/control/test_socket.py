@@ -110,7 +110,8 @@ def test_clients_that_say_nothing_keep_nobody_waiting(place: Path, monkeypatch: 
         assert ask(place, "echo", x=1) == {"heard": {"x": 1}}
         for client in clients:
             assert b"no whole request within 0.5 s" in client.recv(1000)
-            assert client.recv(1000) == b""
+            with contextlib.suppress(ConnectionResetError):  # what it had sent may not have been read
+                assert client.recv(1000) == b""
     finally:
         for client in clients:
             client.close()

@@ -37,13 +37,14 @@ ROOT = Path(__file__).parents[3]
 PATIENCE_S = 30.0
 
 # A process with a page, switched on, whose thread `worker` hammers nested stages until a line comes in; then it prints
-# how many runs it made. `stopped_in`: it sits in a stage in place of that, in a call that holds no bytecode.
+# how many runs it made. `walk`: each run takes some milliseconds, so that readers find it there: of one that hammers
+# they take the moments between runs, as others are torn. `sit`: it sits in a stage, in a call that holds no bytecode.
 CHILD = """if True:
     import sys, threading, time
     from pathlib import Path
     from paceline.profiling import page as layout, stages
     page = stages.open_run(Path(sys.argv[1]))
-    page.words[layout.CONTROL] = layout.Control(1, sys.argv[2] == "hammer").word
+    page.words[layout.CONTROL] = layout.Control(1, sys.argv[2] != "sit").word
     runs, is_over = 0, threading.Event()
     def work():
         global runs
@@ -51,14 +52,15 @@ CHILD = """if True:
             while not is_over.is_set():
                 with stages.MODEL_FORWARD:
                     with stages.PACK_HIDDEN:
-                        pass
+                        if sys.argv[2] == "walk":
+                            time.sleep(0.003)
                 runs += 1
                 if runs % 100 == 0:
                     time.sleep(0.0005)  # now and then a copy comes out whole
     def sit():
         with stages.as_role("target-0"), stages.PUT_WAIT:
             is_over.wait()
-    thread = threading.Thread(target=work if sys.argv[2] == "hammer" else sit, name="worker", daemon=True)
+    thread = threading.Thread(target=sit if sys.argv[2] == "sit" else work, name="worker", daemon=True)
     thread.start()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -221,7 +223,7 @@ def test_a_process_that_is_stopped_or_killed_still_shows_where_it_is(
 
 def test_a_switch_from_outside_needs_nothing_of_the_process(child: Callable[[str], Child]) -> None:
     """The control word that another process writes takes effect at the next stage, whatever the main thread is at."""
-    writer = child("hammer")
+    writer = child("walk")
     write_word(writer.path, CONTROL, Control(2, False).word)
     changed = read_page(writer.path)
     assert 0 < changed.control_since_ns <= changed.taken_ns
