@@ -353,6 +353,7 @@ def test_the_function_does_what_the_command_does(toy: Toy, tmp_path: Path) -> No
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_ranks_of_a_group_read_for_themselves(toy: Toy, caches: dict[str, Path], tmp_path: Path) -> None:
     """Two drafters on Ray from a cache are two drafters with a target each, bit for bit, and none runs a target."""
     group = (f"run.max_steps={STEPS // 2}", "optim.tokens_per_step=512", "topology.executor=ray", "topology.drafters=2")
