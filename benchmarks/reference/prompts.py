@@ -96,14 +96,15 @@ def self_asked(target: str, count: int, seed: int, device: str) -> Iterator[str]
     """What the target says in the user's place, at temperature 1."""
     import torch
 
-    from paceline.eval.generate import MAX_SLOTS, BatchGenerator, Request, cache_budget
+    from paceline.eval.generate import MAX_SLOTS, Request, cache_budget
+    from paceline.eval.local import generator_for
     from paceline.models.loading import load_text_model, load_tokenizer, read_shape
 
     tokenizer = load_tokenizer(target)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "\x00"}], tokenize=False)
     opening = tokenizer(text[: text.index("\x00")], add_special_tokens=False)["input_ids"]
     model = load_text_model(target, torch.bfloat16 if device.startswith("cuda") else torch.float32, device)
-    generator = BatchGenerator(
+    generator = generator_for(
         model,
         read_shape(target).eos_token_ids,
         temperature=1.0,

@@ -218,7 +218,8 @@ class Run:
         import torch
 
         from paceline.data.answer_folder import open_answers
-        from paceline.eval.generate import MAX_SLOTS, LocalTarget, cache_budget
+        from paceline.eval.generate import MAX_SLOTS, cache_budget
+        from paceline.eval.local import LocalTarget
         from paceline.kernels.linear_cross_entropy import Head
         from paceline.kernels.packed_linear import pack_head, pack_layers
         from paceline.models.loading import load_text_model, read_shape

@@ -14,14 +14,10 @@ Shape letters: B rows, S columns of the prompts, W columns of the cache, V vocab
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
-import queue
-import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +35,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from paceline.data.dialects import Rejection
-from paceline.data.regenerate import Answer, AnswerSettings, number_of, prompt_ids
-from paceline.errors import ModelError
+from paceline.data.regenerate import number_of
 
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
 """Padded tokens of the prompts that are run together; a longer prompt runs alone. A GPU wants large products, a CPU
@@ -196,7 +190,7 @@ class BatchGenerator:
         new_mask = torch.tensor(mask, device=device)
         logits = self._forward(torch.tensor(padded, device=device), new_mask, cache)
         for request in requests:
-            self._random[id(request)] = np.random.Generator(np.random.Philox(key=number_of(self._seed, request.key)))
+            self._random[id(request)] = stream_of(self._seed, request.key)
         self._join(cache, requests, new_mask)
         self._append(logits, first_row=len(self._rows) - len(requests))
 
@@ -222,20 +216,12 @@ class BatchGenerator:
                 self.num_sampled += 1
 
     def _choose(self, logits: Tensor, rows: Sequence[Request | None]) -> Tensor:
-        """Next token of each row, int64 ``[B]``: a uniform number a token, looked up in the cumulated probabilities."""
+        """Next token of each row, int64 ``[B]``."""
         if self._temperature == 0:
             return logits.argmax(-1)
         uniform = [0.5 if row is None else self._random[id(row)].random() for row in rows]
-        order: Tensor | None = None
-        probabilities = torch.softmax(logits / self._temperature, -1).double()
-        if self._top_p < 1:
-            probabilities, order = probabilities.sort(descending=True, stable=True)
-            before = probabilities.cumsum(-1) - probabilities
-            probabilities = probabilities.masked_fill(before >= self._top_p, 0)
-        cumulated = probabilities.cumsum(-1)
-        wanted = torch.tensor(uniform, dtype=torch.double, device=logits.device)[:, None] * cumulated[:, -1:]
-        tokens = torch.searchsorted(cumulated, wanted, right=True).clamp(max=logits.shape[-1] - 1)
-        return (tokens if order is None else order.gather(-1, tokens))[:, 0]
+        drawn = torch.tensor(uniform, dtype=torch.double, device=logits.device)
+        return choose(logits, drawn, self._temperature, self._top_p)
 
     def _take_finished(self) -> list[Request]:
         finished = []
@@ -266,6 +252,34 @@ class BatchGenerator:
             _join_layer(layer, keep, [] if cache is None else [cache.layers[i]], width)
 
 
+def stream_of(seed: int, key: str) -> np.random.Generator:
+    """The random numbers of a request, one a token: they hang on the seed and its key alone."""
+    return np.random.Generator(np.random.Philox(key=number_of(seed, key)))
+
+
+def choose(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Next token of each row, int64 ``[B]``: the most likely, or a uniform number, looked up in the cumulated
+    probabilities.
+
+    Args:
+        logits: float32 ``[B, V]``.
+        uniform: double ``[B]``, below 1.
+        temperature: 0: the most likely token.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    order: Tensor | None = None
+    probabilities = torch.softmax(logits / temperature, -1).double()
+    if top_p < 1:
+        probabilities, order = probabilities.sort(descending=True, stable=True)
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= top_p, 0)
+    cumulated = probabilities.cumsum(-1)
+    wanted = uniform[:, None] * cumulated[:, -1:]
+    tokens = torch.searchsorted(cumulated, wanted, right=True).clamp(max=logits.shape[-1] - 1)
+    return (tokens if order is None else order.gather(-1, tokens))[:, 0]
+
+
 def _join_layer(layer: Any, keep: Tensor, others: Sequence[Any], width: int) -> None:
     """In place: some rows of a cache layer, behind them all of another one if given, the last `width` columns each."""
     both = [layer, *others]
@@ -292,101 +306,6 @@ def _aligned(x: Tensor, columns: int, dim: int) -> Tensor:
     if missing <= 0:
         return x.narrow(dim, -missing, columns)
     return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [missing, 0])
-
-
-class LocalTarget:
-    """A model on this machine as `regenerate` asks it; one thread decodes for all that wait."""
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        stop_ids: Collection[int],
-        settings: AnswerSettings,
-        *,
-        max_slots: int,
-        max_tokens: int | None = None,
-    ) -> None:
-        """Start the thread. See `BatchGenerator`.
-
-        Args:
-            tokenizer: The model's, with the template to use.
-        """
-        self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids)
-        self._settings = settings
-        self._context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-        self._generator = BatchGenerator(
-            model,
-            stop_ids,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            seed=settings.seed,
-            max_slots=max_slots,
-            max_tokens=max_tokens,
-        )
-        self._arrived: queue.SimpleQueue[tuple[Request, Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._decode, name="generate", daemon=True)
-        self._thread.start()
-
-    @property
-    def num_sampled(self) -> int:
-        """Tokens so far, of answers under way as well."""
-        return self._generator.num_sampled
-
-    @property
-    def can_refill(self) -> bool:
-        """Whether waiting prompts take the places of finished answers; else batches run one after the other."""
-        return self._generator.can_refill
-
-    async def answer(self, key: str, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> Answer:
-        """The next turn, as `Answerer` wants it. Raises: Rejection."""
-        prompt = prompt_ids(self._tokenizer, messages, tools, self._settings.thinking)
-        if not prompt:
-            raise Rejection("empty prompt", "the template renders nothing")
-        room = self._context - len(prompt)
-        if room < 1:
-            raise Rejection("prompt longer than the target's context", f"{len(prompt)} tokens, {self._context} at most")
-        request = Request(prompt, min(self._settings.max_new_tokens, room), key)
-        done: Future[None] = Future()
-        self._arrived.put((request, done))
-        await asyncio.wrap_future(done)
-        ended = request.answer[-1] in self._stop_ids
-        # Control tokens that were sampled before the end stay in the text, as they stay in the ids.
-        text = self._tokenizer.decode(request.answer[:-1] if ended else request.answer, skip_special_tokens=False)
-        message = {"role": "assistant", "content": text}
-        answer = Answer(message, "stop" if ended else "length", len(request.answer), prompt, request.answer)
-        answer.check_ids(len(self._tokenizer))
-        return answer
-
-    def close(self) -> None:
-        """End the thread, after the step that it is in; answers under way are lost."""
-        self._arrived.put(None)
-        self._thread.join()
-
-    def _decode(self) -> None:
-        under_way: dict[int, Future[None]] = {}
-        try:
-            while True:
-                while not self._generator.is_busy or not self._arrived.empty():
-                    item = self._arrived.get()
-                    if item is None:
-                        return
-                    request, done = item
-                    under_way[id(request)] = done
-                    self._generator.submit(request)
-                for request in self._generator.step():
-                    done = under_way.pop(id(request))
-                    if done.set_running_or_notify_cancel():
-                        done.set_result(None)
-        except Exception as error:  # of the model: whoever waits is told
-            if isinstance(error, torch.OutOfMemoryError):
-                error = ModelError(
-                    "the device ran out of memory while answering: choose fewer slots with --concurrency"
-                )
-            for done in under_way.values():
-                if done.set_running_or_notify_cancel():
-                    done.set_exception(error)
 
 
 def cache_budget(model: Any) -> int:

@@ -102,14 +102,10 @@ def _joined(*layers: nn.Linear) -> tuple[nn.Parameter, nn.Parameter | None]:
     return _frozen(weight), _frozen(torch.cat(biases))
 
 
-class StaticForward:
-    """The `Forward` of a model that has no `obstacle`.
+class StaticTrunk:
+    """What every forward of our own has of a model that has no `obstacle`: its joined weights, angles and head."""
 
-    Attributes:
-        taps: Outputs of the tapped layers; those of a call are overwritten by the next.
-    """
-
-    def __init__(self, model: Any, head: Head, layer_ids: Sequence[int]) -> None:
+    def __init__(self, model: Any, head: Head) -> None:
         trunk = model.get_decoder()
         attention = trunk.layers[0].self_attn
         self._head_dim: int = attention.head_dim
@@ -121,10 +117,31 @@ class StaticForward:
         self._head = head
         self._rotary: nn.Module = trunk.rotary_emb
         self._layers = [_Layer(layer, self._eps) for layer in trunk.layers]
-        self._place_of = {layer: place for place, layer in enumerate(layer_ids)}
         self._device, self._dtype = self._embedding.device, self._embedding.dtype
         self._is_on_gpu = self._device.type == "cuda"
         self._call: Call = run_compiled_any_size if self._is_on_gpu else call
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self._head.logits(F.rms_norm(x, self._norm.shape, self._norm, self._eps))
+
+    def _angles(self, num_positions: int) -> Angles:
+        """Cosine and sine of all positions, ``[C, 1, H/2]`` each."""
+        positions = torch.arange(num_positions, device=self._device)[None]
+        cos, sin = self._rotary(self._embedding[:1], positions)  # [1, C, H]; the first argument gives the type
+        half = self._head_dim // 2
+        return cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
+
+
+class StaticForward(StaticTrunk):
+    """The `Forward` of a model that has no `obstacle`.
+
+    Attributes:
+        taps: Outputs of the tapped layers; those of a call are overwritten by the next.
+    """
+
+    def __init__(self, model: Any, head: Head, layer_ids: Sequence[int]) -> None:
+        super().__init__(model, head)
+        self._place_of = {layer: place for place, layer in enumerate(layer_ids)}
         self.taps: list[Tensor] = [torch.empty(0)] * len(layer_ids)
         self._base = self._length = self._capacity = 0
         self._replayed: dict[tuple[int, bool], GraphRunner] = {}
@@ -238,9 +255,6 @@ class StaticForward:
                 taps[self._place_of[i]] = x
         return x, taps
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return self._head.logits(F.rms_norm(x, self._norm.shape, self._norm, self._eps))
-
     def _record(self, width: int, is_prompt: bool) -> None:
         """Record a graph of every length; rows from `_start` on are written, which hold nothing that counts."""
         if (width, is_prompt) in self._replayed:
@@ -274,10 +288,7 @@ class StaticForward:
         size = (2, len(self._layers), capacity, self._num_kv_heads, self._head_dim)
         with torch.inference_mode(False):  # room made in that mode could not be written outside it
             self._keys, self._values = torch.zeros(size, dtype=self._dtype, device=self._device)
-            positions = torch.arange(capacity, device=self._device)[None]
-            cos, sin = self._rotary(self._embedding[:1], positions)  # [1, C, H]; the first argument gives the type
-            half = self._head_dim // 2
-            self._cos, self._sin = cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
+            self._cos, self._sin = self._angles(capacity)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

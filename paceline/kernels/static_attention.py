@@ -11,6 +11,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 BUCKET = 512
 """Positions that are read at least; then twice as many, and so on, as the sequence grows."""
@@ -40,6 +41,21 @@ def attend_static(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sc
     weights = _softmax(query.device.type)(scores, visible, scale, value.dtype).view(num_kv, shared * num_rows, -1)
     out = torch.bmm(weights, value.transpose(0, 1))  # [M, N/M * R, H]
     return out.view(num_kv, shared, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)
+
+
+def attend_slots(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Softmax attention of one row of each of several sequences over the sequence's own room.
+
+    Args:
+        query: ``[B, N, H]``, rotated.
+        key, value: ``[B, C, M, H]``; N is a multiple of M. What a row does not see may hold anything finite.
+        bias: ``[B, C]`` of the same type: 0 at what the row sees, -inf elsewhere.
+    Returns: ``[B, N, H]``.
+    """
+    grouped = query.unflatten(1, (key.shape[2], -1))  # those that share a head of keys, as if they were its rows
+    heads = grouped, key.transpose(1, 2), value.transpose(1, 2)
+    mask = bias[:, None, None].expand(*grouped.shape[:-1], -1)
+    return F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale).flatten(1, 2)
 
 
 def _scores(rows: Tensor, key: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from paceline.data.dialects import Rejection
 from paceline.data.regenerate import AnswerSettings, number_of
 from paceline.eval import generate
-from paceline.eval.generate import BatchGenerator, LocalTarget, Request, cache_budget
+from paceline.eval.generate import BatchGenerator, Request, cache_budget
+from paceline.eval.local import LocalTarget
 from tests import tiny
 from tests.unit.data.conftest import toy
 
