@@ -77,6 +77,7 @@ def regenerate(
     out: PathLike,
     *,
     target: PathLike | None = None,
+    adapter: PathLike | None = None,
     server: str | None = None,
     tokenizer: PathLike | None = None,
     model: str | None = None,
@@ -98,6 +99,7 @@ def regenerate(
     Args:
         inputs: As of `prepare`, without weights.
         target: A model run here; or `server`, the URL of one that is served, with its `tokenizer`.
+        adapter: Folder of a LoRA adapter that is merged into `target`.
     Returns: the record that ``--json`` prints: ``finished``, and counts of rows, answers and tokens.
     Raises: ConfigError, DataError, ServerError, ModelError.
     """
@@ -112,6 +114,7 @@ def regenerate(
         tokenizer=None if tokenizer is None else str(tokenizer),
         model=model,
         target=None if target is None else str(target),
+        adapter=None if adapter is None else str(adapter),
         temperature=temperature,
         top_p=top_p,
         max_new_tokens=max_new_tokens,
@@ -223,6 +226,7 @@ def evaluate(
     thinking: bool | None = None,
     ngram: bool = True,
     device: str = "auto",
+    gpus_per_target: int = 1,
     adapter: PathLike | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -233,6 +237,7 @@ def evaluate(
         draft: Exported drafter, run folder or checkpoint.
         prompts: JSONL files; None: the short ones that come with Paceline.
         block_sizes: Slots of a block to measure; empty: those trained; None: from 2 up.
+        gpus_per_target: GPUs that the target's layers are split over: `device` and those that follow it.
         adapter: Folder of a LoRA adapter that is merged into the target.
     Returns: the record that ``--json`` writes: ``acceptance_length``, ``speedup``, ``lossless`` and more.
     Raises: ModelError, DataError, CheckpointError, ConfigError.
@@ -257,6 +262,7 @@ def evaluate(
         thinking=thinking,
         ngram=ngram,
         device=device,
+        gpus_per_target=gpus_per_target,
         adapter=None if adapter is None else str(adapter),
         revision=revision,
         trust_remote_code=trust_remote_code,
@@ -310,6 +316,7 @@ def check(
     engine: Literal["zlab", "speculators", "vllm", "sglang"] | None = None,
     run_target: bool = True,
     device: str = "auto",
+    gpus_per_target: int = 1,
     adapter: PathLike | None = None,
     trust_remote_code: bool = False,
 ) -> CheckReport:
@@ -327,6 +334,7 @@ def check(
         engine,
         run_target=run_target,
         device=resolve_device(device),
+        gpus_per_target=gpus_per_target,
         adapter=None if adapter is None else str(adapter),
         trust_remote_code=trust_remote_code,
     )

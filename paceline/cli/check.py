@@ -95,6 +95,10 @@ def check(
         str | None, typer.Option(metavar="DIR", help="LoRA adapter that is merged into the target, a folder of PEFT's.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
+    gpus_per_target: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="GPUs that the target's layers are split over: --device and the next."),
+    ] = 1,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the target.")
     ] = False,
@@ -115,6 +119,10 @@ def check(
             "--engine vllm starts the target as it is in its folder: write the merged one with `paceline merge`, and "
             "name it as --target in place of --adapter"
         )
+    if gpus_per_target > 1 and engine == "vllm":
+        raise ConfigError(
+            f"--engine vllm serves the target on one GPU: leave --gpus-per-target {gpus_per_target} out, or the engine"
+        )
     console = Console(stderr=json_file == "-", soft_wrap=True, highlight=False)
     report = run_checks(
         folder,
@@ -125,6 +133,7 @@ def check(
         max_new_tokens=max_new_tokens,
         run_target=run_target,
         device=resolve_device(device),
+        gpus_per_target=gpus_per_target,
         adapter=adapter,
         trust_remote_code=trust_remote_code,
     )
@@ -148,6 +157,7 @@ def run_checks(
     max_new_tokens: int = 64,
     run_target: bool = True,
     device: torch.device | None = None,
+    gpus_per_target: int = 1,
     adapter: str | None = None,
     trust_remote_code: bool = False,
 ) -> CheckReport:
@@ -159,6 +169,7 @@ def run_checks(
     """
     import torch
 
+    from paceline.cli.evaluate import check_parts
     from paceline.export.check import check_folder, read_drafter, read_target_facts
 
     facts = read_target_facts(target, trust_remote_code)
@@ -176,7 +187,10 @@ def run_checks(
     if not run_target:
         report.not_run.append("taps, blocks and engines: --no-run-target")
         return _sorted(report)
-    options = {"device": device or torch.device("cpu"), "adapter": adapter, "trust_remote_code": trust_remote_code}
+    where = device or torch.device("cpu")
+    check_parts(where, gpus_per_target, max(drafter.shape.target_layer_ids) + 1)  # of the part that trains
+    options = {"device": where, "num_parts": gpus_per_target, "adapter": adapter}
+    options |= {"trust_remote_code": trust_remote_code}
     part = _run_with_target(report, drafter, recorded, prompts, max_new_tokens, options)
     if engine == "speculators":
         _load_with_speculators(report, folder, drafter, part, engine_python)

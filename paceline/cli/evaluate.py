@@ -16,6 +16,7 @@ from paceline.errors import ConfigError, ModelError
 from paceline.files import write_atomically
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from paceline.eval.batch import Concurrency
@@ -120,6 +121,10 @@ def eval(
         str | None, typer.Option(metavar="NAME", help="The target's name at the server, if it is another one.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
+    gpus_per_target: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="GPUs that the target's layers are split over: --device and the next."),
+    ] = 1,
     adapter: Annotated[
         str | None, typer.Option(metavar="DIR", help="LoRA adapter that is merged into the target, a folder of PEFT's.")
     ] = None,
@@ -156,6 +161,7 @@ def eval(
         "--verify-threshold": verify_threshold > 0,
         "--verify": verify != "all",
         "--device": device != "auto",
+        "--gpus-per-target": gpus_per_target > 1,
         "--adapter": adapter is not None,
     }
     server.check(engine, draft, fixed)
@@ -198,6 +204,7 @@ def eval(
         thinking=None if thinking is None else thinking == "on",
         ngram=ngram,
         device=device,
+        gpus_per_target=gpus_per_target,
         adapter=adapter,
         revision=revision,
         trust_remote_code=trust_remote_code,
@@ -210,6 +217,18 @@ def eval(
     record["prompt_files"] = named_files
     print_evaluation(console, record)
     _write_record(console, record, json_file, html)
+
+
+def check_parts(device: torch.device, count: int, num_layers: int) -> None:
+    """Whether there are GPUs and layers for so many parts of a target. Raises: ConfigError."""
+    from paceline.models.split import part_devices
+
+    try:
+        part_devices(device, count)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("topology.gpus_per_target=", "--gpus-per-target ")) from error
+    if count > num_layers:
+        raise ConfigError(f"--gpus-per-target {count}: {num_layers} layers of the target run, and a part needs one")
 
 
 def evaluate_drafter(
@@ -228,6 +247,7 @@ def evaluate_drafter(
     thinking: bool | None = None,
     ngram: bool = True,
     device: str = "auto",
+    gpus_per_target: int = 1,
     adapter: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -260,6 +280,11 @@ def evaluate_drafter(
         )
     if verify == "auto" and batch is None:
         raise ConfigError("--verify auto decides over several prompts at a time: name them with --batch B")
+    if batch is not None and gpus_per_target > 1:
+        raise ConfigError(
+            f"--batch {batch} with --gpus-per-target {gpus_per_target}: several prompts at a time are decoded with the "
+            "target on one device; leave one of the two out"
+        )
     drafter = load_any_drafter(draft)
     check_confidence(drafter, verify_threshold > 0 or verify == "auto")
     sizes = list(block_sizes or [drafter.shape.block_size])
@@ -271,6 +296,7 @@ def evaluate_drafter(
     encoded = encode_prompts(messages, tokenizer, thinking)
     shape = read_shape(target, revision, trust_remote_code)
     check_fit(drafter, shape, drafter.shape.target_layer_ids)
+    check_parts(where, gpus_per_target, shape.num_layers)
     if (largest := max(map(max, encoded), default=0)) >= shape.vocab_size:
         raise ModelError(f"{target}: its tokenizer gives token {largest}, its embedding has {shape.vocab_size} rows")
     cached_target = CachedTarget.load(
@@ -281,6 +307,7 @@ def evaluate_drafter(
         revision=revision,
         trust_remote_code=trust_remote_code,
         adapter=adapter,
+        num_parts=gpus_per_target,
     )
     several = None
     if batch is not None:  # before the work, as it may be refused
@@ -316,6 +343,7 @@ def evaluate_drafter(
         "prompt_files": [],
         "thinking": {None: "as the template has it", True: "on", False: "off"}[thinking],
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else str(where),
+        "gpus_per_target": gpus_per_target,
         "dtype": str(dtype).removeprefix("torch."),
         "kernel": cached_target.kernel,
         **evaluation.as_dict(),

@@ -124,6 +124,7 @@ def make_plan(
     own = [] if target is None else [f"target.path={json.dumps(target)}"]
     settings = load_config(config_file, [*defaults, *own, *overrides])
     sources: dict[str, str] = {}
+    settings, token_bytes = _cached(settings, sources)
     if data is None and config_file is not None and (Path(settings.data.path) / "prepare.json").is_file():
         data = Path(settings.data.path)
     documents, facts = _documents(data, settings, sources)
@@ -150,6 +151,7 @@ def make_plan(
         fill=1.0 if facts is None else facts["fill"],
         predicted_frac=min(1.0, supervised / settings.anchors.per_token),
         longest=None if facts is None else facts["longest"],
+        token_bytes=token_bytes,
     )
     distinct = None if facts is None else float(facts["num_tokens"])
     if wanted is None:
@@ -163,7 +165,8 @@ def make_plan(
         distinct = wanted / settings.data.epochs
         sources["distinct_tokens"] = f"the tokens over data.epochs={settings.data.epochs}"
     sources["predictions"] = "slots behind a supervised anchor are supervised too"
-    sources["split"] = "no split was measured on GPUs: transport is calculated and not hidden behind other work"
+    if settings.target.cache is None:
+        sources["split"] = "no split was measured on GPUs: transport is calculated and not hidden behind other work"
     return plan_record(
         found,
         card,
@@ -222,6 +225,25 @@ def _documents(data: Path | None, config: RunConfig, sources: dict[str, str]) ->
     return Documents((max(1, round(mean)),)), facts
 
 
+def _cached(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig, int | None]:
+    """The run file with what `target.cache` fixes, and bytes of a token there; None: there is no cache, or not yet.
+
+    Raises: ConfigError, DataError.
+    """
+    if config.target.cache is None:
+        return config, None
+    place = Path(config.target.cache)
+    if not place.exists():
+        sources["cache"] = f"{place} is not there yet: features as the target would deliver them"
+        return config, None
+    from paceline.plan.memory import kept_bytes
+    from paceline.train.feature_cache import adopted, read_manifest
+
+    made = read_manifest(place)
+    sources["cache"] = f"{place} has features in {made.dtype}; that it is of this run is not compared"
+    return adopted(config), kept_bytes(1, made.num_states, made.hidden_size, made.dtype)
+
+
 # ------------------------------------------------------------------ what if
 
 
@@ -233,20 +255,31 @@ def what_if_record(run_dir: Path, texts: Sequence[str]) -> dict[str, Any]:
     folder = open_run(run_dir)
     config = folder.read_config()
     topology = config.topology
-    if topology.gpus_per_target > 1:
-        raise ConfigError(
-            f"{run_dir} has topology.gpus_per_target={topology.gpus_per_target}: how long such targets wait is not in "
-            "its profile, only in the verdict that the run gives"
-        )
     split = Split("colocated" if topology.layout == "colocated" else "split", topology.targets, topology.drafters)
     wanted = [parse_split(text, split) for text in texts]
+    has_parts = topology.gpus_per_target > 1
+    if has_parts and any(each.layout == "colocated" for each in (split, *wanted)):
+        raise ConfigError(
+            f"{run_dir} has topology.gpus_per_target={topology.gpus_per_target}: in turn one part of a target works at "
+            "a time, side by side all do, on rows that follow one another; what was measured of the one says nothing "
+            "of the other"
+        )
+    is_cached = config.target.cache is not None
+    if is_cached and any(each.layout == "split" and each.drafters > 1 for each in wanted):
+        raise ConfigError(
+            f"{run_dir} reads features from {config.target.cache}: there are no targets to share GPUs with; of several "
+            "drafters each reads its own: --what-if layout=colocated,drafters=N"
+        )
     verdict = measured_verdict(run_dir, config)
     measured = Measured.of(split, verdict.batches_per_s, verdict.target_per_s, verdict.drafter_per_s)
-    moved = _transport_s(run_dir, config)
+    moved = 0.0 if is_cached else _transport_s(run_dir, config)
     answers = [what_if(measured, each, moved) for each in wanted]
     now = what_if(measured, split)
+    # parts that have fewer rows than they could take are slower than they could be, and do not wait as one
+    is_least = has_parts and verdict.kind != "producer-bound"
     return {
         "run": str(run_dir),
+        "cache": config.target.cache,
         "measured": {
             **_split_record(split),
             "batches_per_s": measured.batches_per_s,
@@ -254,6 +287,7 @@ def what_if_record(run_dir: Path, texts: Sequence[str]) -> dict[str, Any]:
             "drafter_s": measured.drafter_s,
             "closed_form_batches_per_s": now.batches_per_s,
             "seconds": verdict.seconds,
+            "gpus_per_target": topology.gpus_per_target,
         },
         "verdict": {"kind": verdict.kind, "line": verdict.line()},
         "transport_s": moved if split.layout == "colocated" else None,
@@ -263,6 +297,9 @@ def what_if_record(run_dir: Path, texts: Sequence[str]) -> dict[str, Any]:
                 "batches_per_s": answer.batches_per_s,
                 "gain": answer.gain,
                 "limit": answer.limit,
+                "at_most_batches_per_s": answer.split.drafters / measured.drafter_s
+                if is_least and answer.limit == "targets"
+                else None,
             }
             for answer in answers
         ],
@@ -274,7 +311,13 @@ def _split_record(split: Split) -> dict[str, Any]:
 
 
 def measured_verdict(run_dir: Path, config: RunConfig) -> Verdict:
-    """The verdict on the windows of ``profile/stages.jsonl``. Raises: ConfigError where there are none."""
+    """The verdict on the windows of ``profile/stages.jsonl``. Raises: ConfigError where there are none.
+
+    Of targets over several GPUs it is the run's own, from ``metrics.jsonl``: several threads drive such a target, and
+    the profile does not have when it was without any.
+    """
+    if config.topology.gpus_per_target > 1:
+        return _own_verdict(run_dir, config)
     from paceline.profiling.live import STAGES_FILE
     from paceline.profiling.verdict import drop_warm_up, judge
 
@@ -298,6 +341,18 @@ def measured_verdict(run_dir: Path, config: RunConfig) -> Verdict:
     )
     if found.batches_per_s <= 0.0:
         raise ConfigError(f"{file} tells of no batch; {hint}")
+    return found
+
+
+def _own_verdict(run_dir: Path, config: RunConfig) -> Verdict:
+    """What the last process of a run says of it. Raises: ConfigError where there are too few steps."""
+    from paceline.cli.run_state import recent_metrics, verdict_of
+    from paceline.control.run_folder import RunFolder
+
+    run = RunFolder(run_dir)
+    found = verdict_of(recent_metrics(run), config)
+    if found is None or found.batches_per_s <= 0.0:
+        raise ConfigError(f"{run.metrics_file} has no step behind the first ones of the last start: let the run go on")
     return found
 
 
@@ -344,28 +399,46 @@ def _transport_s(run_dir: Path, config: RunConfig) -> float:
 
 
 def _what_if_lines(record: dict[str, Any]) -> list[str]:
-    measured = record["measured"]
+    measured, is_cached = record["measured"], record["cache"] is not None
+    target = "reading, a thread," if is_cached else "a target"
+    if (parts := measured["gpus_per_target"]) > 1:
+        target += f" of {parts} GPUs"
     lines = [
-        f"measured: {_name(measured)}, {measured['batches_per_s']:.3g} micro-batches a second over "
-        f"{measured['seconds']:.0f} s; a target needs {measured['target_s']:.3g} s for one, a drafter "
+        f"measured: {_name(measured, is_cached)}, {measured['batches_per_s']:.3g} micro-batches a second over "
+        f"{measured['seconds']:.0f} s; {target} needs {measured['target_s']:.3g} s for one, a drafter "
         f"{measured['drafter_s']:.3g} s (the closed form gives {measured['closed_form_batches_per_s']:.3g} a second)",
         record["verdict"]["line"],
     ]
+    if is_cached:
+        lines.append(
+            f"no target runs: what is said of targets is said of threads that read {record['cache']}, as if the disk "
+            "gave each as much as now"
+        )
     if record["transport_s"]:
         lines.append(f"side by side, features take {1e3 * record['transport_s']:.0f} ms more on each side: calculated")
     for answer in record["what_if"]:
         limit = {"in turn": "in turn", "targets": "the targets limit", "drafters": "the drafters limit"}
+        if is_cached:
+            limit["targets"] = "reading limits"
+        most, told = answer["at_most_batches_per_s"], f"{answer['batches_per_s']:.3g} micro-batches a second"
+        if most is not None:
+            limit["targets"] = f"at most {most:.3g}, as the drafters allow"
         lines.append(
-            f"{_name(answer)}: {answer['batches_per_s']:.3g} micro-batches a second, {answer['gain']:.2f}x; "
+            f"{_name(answer, is_cached)}: {'at least ' * (most is not None)}{told}, {answer['gain']:.2f}x; "
             f"{limit[answer['limit']]}"
+        )
+    if any(answer["at_most_batches_per_s"] is not None for answer in record["what_if"]):
+        lines.append(
+            "at least: what a target over several GPUs could do is known from runs whose drafter waits for it "
+            "(producer-bound); in others its parts may have fewer rows than they could take"
         )
     return lines
 
 
-def _name(split: dict[str, Any]) -> str:
+def _name(split: dict[str, Any], is_cached: bool) -> str:
     if split["layout"] == "colocated":
         return f"{split['drafters']} in turn"
-    return f"{split['targets']} targets + {split['drafters']} drafters"
+    return f"{split['targets']} {'reading threads' if is_cached else 'targets'} + {split['drafters']} drafters"
 
 
 # ------------------------------------------------------------------ the terminal
@@ -418,20 +491,36 @@ def show(console: Console, record: dict[str, Any]) -> None:
     total = sum(sum(work.values()) for work in works.values())
     rows.append(("all", _gigaflop(total), "", _gigaflop(sum(sum(work.values()) for work in blocks.values()))))
     _table(console, "GFLOP", ("part", "a token, forward", "backward", "an anchor block"), rows)
+    if (read := record["reading"]) is not None:
+        console.print(_reading(read), markup=False)
     kinds = ("weights", "optimizer", "activations", "channel", "total")
     rows = [(role, *(f"{parts[f'{kind}_gib']:.1f}" for kind in kinds)) for role, parts in record["memory"].items()]
     _table(console, "Memory, GiB", ("role", "weights", "optimizer", "activations", "features", "all"), rows)
     if best is not None:
         console.print(f"the best, as overrides of a run file: {' '.join(record['run_file'])}", markup=False)
-    cache = record["offline_cache_bytes"]
-    console.print(f"an offline cache of the features would take {_bytes(cache)} of disk", markup=False)
+    cache, takes = record["offline_cache_bytes"], "would take" if read is None else "takes"
+    console.print(f"an offline cache of the features {takes} {_bytes(cache)} of disk", markup=False)
     guesses = [name for name, each in record["assumptions"].items() if "guess" in str(each["source"])]
     console.print(f"assumed, not measured: {', '.join(guesses)} (--json has values and sources)", style="dim")
+
+
+def _reading(read: dict[str, Any]) -> str:
+    """What a run from a cache asks of the disk."""
+    rate, host = _bytes(1e9 * read["gb_per_s"]), _bytes(1e9 * read["gb_per_s_per_host"])
+    each = "" if rate == host else f", {host} on each host"
+    text = (
+        f"no target runs: features are read from {read['cache']}, {read['bytes_per_token']:,} bytes a token. At this "
+        f"speed that is {rate} a second{each}; a slower disk or network is the limit"
+    )
+    if not read["is_ahead"]:
+        text += ". Each drafter reads its own in turn with its work, and the time of that comes on top"
+    return text
 
 
 def _split_row(split: dict[str, Any], best: dict[str, Any] | None) -> tuple[str, ...]:
     each = f"x{split['gpus_per_target']}" if split["gpus_per_target"] > 1 else ""
     name = "in turn" if split["layout"] == "colocated" else f"{split['targets']}{each}+{split['drafters']}"
+    name = name if split["targets"] else f"{split['drafters']} drafters"
     share = f"{split['tok_per_s'] / best['tok_per_s']:.0%}" if best else ""
     limit = split["limit"] if split["fits"] else f"does not fit: {split['missing_gib']:.1f} GiB too little"
     if split["fits"] and split["idle_frac"] > 0.005:

@@ -53,6 +53,10 @@ def regenerate(
     target: Annotated[
         str | None, typer.Option(metavar="DIR|ID", help="In place of a server: the target, run on this machine.")
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="LoRA adapter that is merged into --target, a folder of PEFT's."),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Share of the probability that is sampled from.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Length limit of an answer.")] = 2048,
@@ -86,6 +90,7 @@ def regenerate(
         tokenizer=tokenizer,
         model=model,
         target=target,
+        adapter=adapter,
         temperature=temperature,
         top_p=top_p,
         max_new_tokens=max_new_tokens,
@@ -119,6 +124,7 @@ async def answer_inputs(
     tokenizer: str | None,
     model: str | None,
     target: str | None,
+    adapter: str | None,
     temperature: float,
     top_p: float,
     max_new_tokens: int,
@@ -143,11 +149,17 @@ async def answer_inputs(
         raise ConfigError("who answers? Name either --server URL with --tokenizer, or --target DIR|ID")
     if server is not None and tokenizer is None:
         raise ConfigError("--server needs --tokenizer DIR|ID: the server's prompts are compared with its rendering")
+    if server is not None and adapter is not None:
+        raise ConfigError(
+            f"--adapter {adapter} is merged into a --target that runs here; a --server answers as what it runs: start "
+            "it with the folder that `paceline merge` writes, or with the adapter under a name of its own for --model"
+        )
     if server is None and (tokenizer or model or any_template):
         raise ConfigError("--tokenizer, --model and --any-template are for a --server: a --target brings its own")
     settings = AnswerSettings(temperature, top_p, max_new_tokens, seed, thinking)
     name = tokenizer or target or ""
-    run = Run(out, name, load_tokenizer(name, template), template, settings, on_cut, _open(inputs), limit, quiet)
+    chats = load_tokenizer(name, template)
+    run = Run(out, name, chats, template, settings, on_cut, _open(inputs), limit, quiet, adapter)
     if server is None:
         return run, await run.ask_model(concurrency)
     return run, await run.ask_server(server, model, concurrency or SERVER_CONCURRENCY, retries, any_template)
@@ -171,6 +183,7 @@ class Run:
 
     Attributes:
         name: Of the tokenizer, as it was given.
+        adapter: Folder of a LoRA adapter that is merged into a model on this machine.
         counts: Of the output folder.
         speed: Rows and tokens a second of this call.
     """
@@ -184,6 +197,7 @@ class Run:
     sources: list[Source]
     limit: int | None
     quiet: bool
+    adapter: str | None = None
     counts: Counts = field(init=False)
     speed: str = ""
 
@@ -222,16 +236,20 @@ class Run:
         from paceline.eval.local import LocalTarget
         from paceline.kernels.linear_cross_entropy import Head
         from paceline.kernels.packed_linear import pack_head, pack_layers
+        from paceline.models.adapter import adapter_fingerprint, read_settings
         from paceline.models.loading import load_text_model, read_shape
         from paceline.plan.resolve import resolve_device
 
         device = resolve_device("auto")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         description = self._description("local", self.name) | {"dtype": str(dtype).removeprefix("torch.")}
+        if self.adapter is not None:
+            read_settings(self.adapter)  # before there is a folder
+            description |= {"adapter": self.adapter, "adapter_fingerprint": adapter_fingerprint(self.adapter)}
         max_slots = max_slots or MAX_SLOTS[device.type]
         with open_answers(self.out, description) as folder:
             folder.describe(device=str(device))
-            model = load_text_model(self.name, dtype, device)
+            model = load_text_model(self.name, dtype, device, adapter=self.adapter)
             pack_layers(model, pack_head(Head(model.get_output_embeddings().weight)))  # on a CPU: 1.3 x tokens/s
             stop_ids = read_shape(self.name).eos_token_ids
             local = LocalTarget(

@@ -268,7 +268,7 @@ def _train(
         progress.phase("loading the target and the data")
         resolved, shape = resolve_config(config)
         compiles = resolved.config.run.device.startswith("cuda") and resolved.config.kernels.compile
-        if compiles:
+        if compiles and resolved.config.target.cache is None and resolved.config.target.server is None:
             progress.phase("compiling the target's layers: some 20 seconds the first time on a machine")
         num_anchors = None if "anchors.per_token" in allowed else saved_num_anchors(run.checkpoints)
         if num_anchors is not None:  # a GPU rounds them, a CPU does not
@@ -595,6 +595,7 @@ def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
         "device": config.run.device,
         "layout": config.topology.layout,
         "layout_note": resolved.layout_note,
+        "cache": config.target.cache,
         "targets": config.topology.targets,
         "gpus_per_target": config.topology.gpus_per_target,
         "drafters": config.topology.drafters,

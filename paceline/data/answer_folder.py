@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 LOCK_FILE = "regenerate.lock"
 
-MAY_CHANGE = frozenset({"server", "device", "versions", "counts", "finished", "tokenizer"})
-"""What regenerate.json holds and may be another when a run is gone on with: the rest decides what answers are."""
+MAY_CHANGE = frozenset({"server", "device", "versions", "counts", "finished", "tokenizer", "adapter"})
+"""What regenerate.json holds and may be another when a run is gone on with: the rest decides what answers are. Of an
+adapter that is its fingerprint."""
 
 
 @dataclass

@@ -38,6 +38,7 @@ from paceline.kernels.linear_cross_entropy import Head
 from paceline.kernels.packed_linear import pack_head, pack_layers
 from paceline.models.draft import ContextKV, DFlashDrafter, Proposal
 from paceline.models.loading import TargetShape, load_causal_lm, load_configs, shape_of
+from paceline.models.split import bring_along, part_devices
 
 log = logging.getLogger(__name__)
 
@@ -470,18 +471,28 @@ class CachedTarget:
         kernel: What computes the forward, and why, in one line.
     """
 
-    def __init__(self, model: Any, shape: TargetShape, layer_ids: Sequence[int]) -> None:
+    def __init__(
+        self, model: Any, shape: TargetShape, layer_ids: Sequence[int], devices: Sequence[torch.device] = ()
+    ) -> None:
         """Tap a loaded Transformers causal LM that has all its layers; `CachedTarget.load` is the usual way.
 
         Where `eval.lean` can do what the model does, and a probe shows that it does, the model is not kept: its own
         weights are freed with the caller's last reference. Elsewhere its linear layers are packed in place if possible.
+
+        Args:
+            devices: Of the parts that the layers were loaded in; up to one: they are together.
         """
         self.shape = shape
         self.layer_ids = tuple(layer_ids)
         self.embed: nn.Module = model.get_decoder().embed_tokens
         model.requires_grad_(False)
         self.head = pack_head(Head(model.get_output_embeddings().weight.detach(), shape.softcap, shape.logit_scale))
-        self._forward, self.kernel = self._choose_forward(model)
+        if len(devices) > 1:
+            bring_along(model, model.part_starts, devices)
+            self._forward: Forward = ModelForward(model, self.layer_ids)
+            self.kernel = f"Transformers' own forward, its layers in {len(devices)} parts"
+        else:
+            self._forward, self.kernel = self._choose_forward(model)
         self._num_appended = 0
         self._static_sides: dict[tuple[int, int], StaticDrafter] = {}
 
@@ -513,15 +524,22 @@ class CachedTarget:
         revision: str | None = None,
         trust_remote_code: bool = False,
         adapter: str | None = None,
+        num_parts: int = 1,
     ) -> CachedTarget:
-        """Load the text part of a model folder or hub id, with a LoRA adapter merged if named. Raises: ModelError."""
+        """Load the text part of a model folder or hub id, with a LoRA adapter merged if named.
+
+        Args:
+            num_parts: Parts that the layers are split into: on `device` and the GPUs that follow it.
+        Raises: ModelError; ConfigError for more parts than there are GPUs or layers.
+        """
         config, generation = load_configs(path, revision, trust_remote_code)
-        model = load_causal_lm(path, config, dtype, device, revision, trust_remote_code, adapter=adapter)
-        return cls(model, shape_of(config, generation), layer_ids)
+        devices, where = part_devices(device, num_parts), (revision, trust_remote_code)
+        model = load_causal_lm(path, config, dtype, device, *where, adapter=adapter, devices=devices, keeps_norm=True)
+        return cls(model, shape_of(config, generation), layer_ids, devices)
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """Where the model lives; of several parts the first one."""
         return self.head.weight.device
 
     @property
@@ -576,7 +594,7 @@ class CachedTarget:
 
     def features(self) -> Tensor:
         """Tapped states of the tokens last appended and kept, joined: ``[n, L*D]``."""
-        return torch.cat([tap[: self._num_appended] for tap in self._forward.taps], dim=-1)
+        return torch.cat([tap[: self._num_appended].to(self.device) for tap in self._forward.taps], dim=-1)
 
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:

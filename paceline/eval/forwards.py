@@ -116,7 +116,9 @@ class MixerStates:
         for i, mixer in self._mixers.items():
             for state, before in zip(self._states(i), self._before[i], strict=True):
                 state.copy_(before)
-            mixer(self.inputs[i][:, :num_tokens], self.cache)
+            inputs = self.inputs[i][:, :num_tokens]
+            with torch.cuda.device_of(inputs):  # kernels go by the current device, and layers may be on several
+                mixer(inputs, self.cache)
 
     def _states(self, layer: int) -> list[Tensor]:
         linear = self.cache.layers[layer]

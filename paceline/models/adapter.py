@@ -9,6 +9,7 @@ more: one bfloat16 weight in a hundred is then its neighbour (SmolLM2-135M, rank
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
+from paceline.files import sha256
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +188,16 @@ def read_settings(place: str | Path) -> dict[str, Any]:
     return settings
 
 
+def adapter_fingerprint(place: str | Path) -> str:
+    """SHA-256 over the files of an adapter. Raises: ModelError if they are not there."""
+    folder = Path(place).expanduser()
+    try:
+        parts = [sha256(path) for path in (folder / CONFIG_FILE, _weights_file(folder))]
+    except OSError as error:
+        raise ModelError(f"adapter {folder}: {error.filename} cannot be read: {error.strerror}") from error
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
 def _peft() -> Any:
     try:
         import peft
@@ -196,8 +208,8 @@ def _peft() -> Any:
     return peft
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors by key, on the CPU. Raises: ModelError."""
+def _weights_file(folder: Path) -> Path:
+    """Raises: ModelError if it is not there."""
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         pickle = (folder / _PICKLE_FILE).is_file()
@@ -207,6 +219,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             else "there are no weights"
         )
         raise ModelError(f"adapter {folder} has no {WEIGHTS_FILE}: {why}")
+    return path
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The adapter's tensors by key, on the CPU. Raises: ModelError."""
+    path = _weights_file(folder)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -116,6 +116,35 @@ def place(model: Any, starts: Sequence[int], devices: Sequence[torch.device]) ->
         child.to(devices[0])
 
 
+def bring_along(model: Any, starts: Sequence[int], devices: Sequence[torch.device]) -> None:
+    """Have a causal LM that lies as `place` puts it run one row at a time: what a layer takes is brought to its device,
+    and hidden states back to the first one for the head.
+
+    Each device computes on its current stream, and a copy between two GPUs holds up both: with one row there is
+    nothing else to do meanwhile. `Parts` is for many rows.
+    """
+    trunk = model.get_decoder()
+    places = [(layer, devices[_part_of(i, starts)]) for i, layer in enumerate(trunk.layers)]
+    for module, device in [*places, (trunk.norm, devices[-1]), (model.get_output_embeddings(), devices[0])]:
+        module.register_forward_pre_hook(_bring_to(device), with_kwargs=True)
+
+
+def _bring_to(device: torch.device) -> Any:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if device.type == "cuda":  # some kernels go by it
+            torch.cuda.set_device(device)
+        return tuple(_at(each, device) for each in args), {name: _at(each, device) for name, each in kwargs.items()}
+
+    return hook
+
+
+def _at(value: Any, device: torch.device) -> Any:
+    """A layer's argument on a device. Dictionaries stay, as layers may write into them."""
+    if isinstance(value, tuple | list):
+        return type(value)(_at(each, device) for each in value)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
 def _part_of(layer: int, starts: Sequence[int]) -> int:
     return max(part for part, start in enumerate(starts) if start <= layer)
 

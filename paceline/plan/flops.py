@@ -32,7 +32,9 @@ BLOCK_PARTS = tuple(part for part in DRAFT_PARTS if part != "context")
 
 
 def target_work(plan: Outline) -> dict[str, Work]:
-    """A target's forward pass over a row, up to the last layer that is needed."""
+    """A target's forward pass over a row, up to the last layer that is needed; nothing where features are read."""
+    if plan.is_cached:
+        return {}
     target, slots = plan.target, plan.slots
     layers = range(plan.num_layers)
     trunk = sum(target.attention_parameters(i) + target.mlp_parameters(i)[0] for i in layers)

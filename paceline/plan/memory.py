@@ -37,7 +37,8 @@ class MemoryPlan:
     """Bytes by part; the parts that scale with the batch are computed from shapes, allocator slack left out.
 
     Attributes:
-        target_bytes: Trunk up to the last tap; see `estimate_trunk_parameters` for what it counts.
+        target_bytes: Trunk up to the last tap, of a target that runs elsewhere or was cached its first layer; see
+            `estimate_trunk_parameters` for what it counts.
         shared_bytes: Embedding and output head, and the drafter's part of the head, where it is short or of another
             type.
         drafter_bytes: float32 weights and two moments, gradients, and what computes in another type.
@@ -64,7 +65,7 @@ def memory_plan(resolved: ResolvedRun, shape: TargetShape, trunk_parameters: int
     """Memory plan of a resolved run on one device.
 
     Args:
-        trunk_parameters: Of the target's layers that run, where they are known; None: estimated.
+        trunk_parameters: Of the target's layers that are loaded, where they are known; None: estimated.
     """
     from paceline.models.kinds import needs_last_hidden
 
@@ -107,17 +108,18 @@ def memory_of(
     own_head = head_rows * draft_size if draft_size != target_size or head_rows != rows else 0
     one_batch = feature_bytes(config, draft, last_hidden)
     num_layers = shape.num_layers if last_hidden else draft.target_layer_ids[-1] + 1
-    if config.target.cache is not None or config.target.server is not None:  # with embedding and head comes one layer
-        num_layers, trunk_parameters = 1, None
+    runs_here = config.target.cache is None and config.target.server is None
+    if not runs_here:  # with embedding and head comes one layer
+        num_layers = 1
     trunk = estimate_trunk_parameters(shape, num_layers) if trunk_parameters is None else trunk_parameters
     held = int(config.pipeline.queue_depth) + config.topology.targets if config.topology.layout == "split" else 1
     return MemoryPlan(
-        target_bytes=trunk * (1 if config.target.fp8 else target_size),
+        target_bytes=trunk * (1 if config.target.fp8 and runs_here else target_size),
         shared_bytes=rows * tables * target_size + own_head,
         drafter_bytes=parameters * _bytes_per_parameter(draft_size, batches_per_step, config.topology),
         queue_bytes=min(held * one_batch, int(config.pipeline.queue_gib * GIB) + one_batch * config.topology.targets),
         activation_bytes=_activation_bytes(config, draft, num_anchors, longest_row, draft_size, last_hidden),
-        cache_bytes=int(config.pipeline.feature_cache_gib * GIB),
+        cache_bytes=int(config.pipeline.feature_cache_gib * GIB) if runs_here else 0,
     )
 
 

@@ -175,6 +175,7 @@ class Outline:
         batches_per_step: Micro-batches of an optimizer step.
         longest: Tokens of the longest document.
         predicted_frac: Share of predicting slots that reach the output head.
+        token_bytes: Features of a token in `target.cache`; None: as the target would deliver them.
     """
 
     config: RunConfig
@@ -187,6 +188,12 @@ class Outline:
     batches_per_step: int
     longest: int
     predicted_frac: float = 1.0
+    token_bytes: int | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether features are read, and no target runs."""
+        return self.config.target.cache is not None
 
     @property
     def slots(self) -> int:
@@ -213,6 +220,7 @@ def outline(
     fill: float = 1.0,
     predicted_frac: float = 1.0,
     longest: int | None = None,
+    token_bytes: int | None = None,
 ) -> Outline:
     """Decide what a run would with this run file, target and data.
 
@@ -220,6 +228,7 @@ def outline(
         on_gpu: Of the planned device, whatever this machine has.
         fill: Share of a row's slots that documents fill.
         longest: Tokens of the longest document; None: of those given.
+        token_bytes: As in `Outline`.
     Raises: ConfigError where sizes contradict each other.
     """
     draft = draft_sizes(config, target)
@@ -268,6 +277,7 @@ def outline(
         batches_per_step=per_step // slots,
         longest=longest,
         predicted_frac=predicted_frac,
+        token_bytes=token_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.plan.cards import CARDS, LINK_SHARE, Card
 from paceline.plan.flops import draft_work, target_work
+from paceline.plan.memory import feature_dtype, kept_bytes
 from paceline.plan.outline import Outline
 
 TILE = 128
@@ -97,8 +98,23 @@ class Times:
 
 
 def times(plan: Outline, card: Card) -> Times:
-    """What a micro-batch takes on one card that does nothing else."""
-    return Times(_target_times(plan, card), _draft_times(plan, card), update_s(plan, card, 1))
+    """What a micro-batch takes on one card that does nothing else.
+
+    Features from a cache are copied to the card on the drafter's stream, so that it has to wait for them; what the disk
+    takes is not in it.
+    """
+    target, drafter = {} if plan.is_cached else _target_times(plan, card), _draft_times(plan, card)
+    if plan.is_cached:
+        drafter["features to the card"] = plan.slots * token_bytes(plan) / (1e9 * card.host_gb_per_s)
+    return Times(target, drafter, update_s(plan, card, 1))
+
+
+def token_bytes(plan: Outline) -> int:
+    """Features of a token in an offline cache: in the run's, or in one that would be made."""
+    if plan.token_bytes is not None:
+        return plan.token_bytes
+    states = len(plan.draft.target_layer_ids) + plan.last_hidden
+    return kept_bytes(1, states, plan.draft.hidden_size, feature_dtype(plan.config, plan.last_hidden))
 
 
 def _target_times(plan: Outline, card: Card) -> dict[str, float]:

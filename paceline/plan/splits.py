@@ -11,9 +11,9 @@ from paceline.errors import ConfigError
 from paceline.models.split import lanes, part_starts
 from paceline.plan import flops
 from paceline.plan.cards import GPUS_PER_HOST, Card
-from paceline.plan.memory import GIB, USABLE, MemoryPlan, feature_bytes, feature_dtype, kept_bytes, memory_of
+from paceline.plan.memory import GIB, USABLE, MemoryPlan, feature_bytes, memory_of
 from paceline.plan.outline import Documents, DraftSizes, Outline, TargetSizes, with_topology
-from paceline.plan.speed import NETWORK_GB_PER_S, STORE_GB_PER_S, Times, assumptions, times, update_s
+from paceline.plan.speed import NETWORK_GB_PER_S, STORE_GB_PER_S, Times, assumptions, times, token_bytes, update_s
 from paceline.plan.what_if import Layout, split_rate
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class PlannedSplit:
     """Targets and drafters, and what they would do.
 
     Attributes:
-        targets, drafters: Roles; colocated, one target for each drafter.
+        targets, drafters: Roles; colocated, one target for each drafter. From a cache there are no targets.
         gpus_per_target: GPUs that the layers of a target are split over.
         tok_per_s: Document tokens a second, updates included.
         memory_gib: Of the role that needs more.
@@ -66,6 +66,7 @@ def plan_splits(
     """All splits of `count` cards: in turn, and N targets beside M drafters.
 
     A target takes as many cards as the run file says; else one, or where it needs more as many as it needs, or more.
+    From a cache there is one: a drafter on each card.
 
     Args:
         tokens: To be trained on, all passes counted.
@@ -74,6 +75,10 @@ def plan_splits(
     """
     found = times(plan, card)
     least, said = gpus_of_target(plan, card), plan.config.topology.gpus_per_target > 1
+    if plan.is_cached:
+        if said:
+            raise ConfigError(f"topology.gpus_per_target={least} with target.cache: no target runs; leave the key out")
+        return [_planned(plan, card, count, _cached_layout(count), 0, count, 1, found, tokens, is_even)]
     if said and least >= count:
         raise ConfigError(f"topology.gpus_per_target={least}: of {count} GPUs none is left for a drafter")
     if least >= count:
@@ -91,7 +96,7 @@ def plan_splits(
 def gpus_of_target(plan: Outline, card: Card) -> int:
     """Cards that a target takes: what the run file says where that is more than one, else the smallest number of a host
     that it fits on; 1 if there is none."""
-    if (said := plan.config.topology.gpus_per_target) > 1:
+    if (said := plan.config.topology.gpus_per_target) > 1 or plan.is_cached:
         return said
     for each in range(1, min(GPUS_PER_HOST, plan.num_layers) + 1):
         needed = role_memory(with_topology(plan, "split", 1, 1, each))
@@ -108,10 +113,15 @@ def best_of(splits: list[PlannedSplit]) -> PlannedSplit | None:
 def settings_of(plan: Outline, split: PlannedSplit, *, is_even: bool) -> list[str]:
     """What makes a run file's run this split, as dotted overrides."""
     found = [f"topology.layout={split.layout}"]
-    if split.drafters > 1 or split.layout == "split":
+    is_split = split.layout == "split" and not plan.is_cached
+    if split.drafters > 1 or is_split:
         found += ["topology.executor=ray", f"topology.drafters={split.drafters}"]
-    if split.layout == "split":
+    elif plan.is_cached and plan.config.topology.executor == "ray":
+        found += ["topology.executor=local", "topology.drafters=1"]
+    if is_split:
         found.append(f"topology.targets={split.targets}")
+    elif split.layout == "colocated" and plan.config.topology.targets > 1:
+        found.append("topology.targets=1")
     if split.gpus_per_target > 1:
         found.append(f"topology.gpus_per_target={split.gpus_per_target}")
     if is_even:
@@ -131,15 +141,17 @@ def _planned(
     tokens: float,
     is_even: bool,
 ) -> PlannedSplit:
-    plan = with_topology(plan, layout, max(1, targets), drafters, gpus_per_target)
+    threads = plan.config.topology.targets if plan.is_cached else 1  # that read
+    plan = with_topology(plan, layout, max(threads, targets), drafters, gpus_per_target)
     a_step = plan.batches_per_step
     if is_even:
         a_step = math.ceil(a_step / drafters) * drafters
     turns = math.ceil(a_step / drafters)  # of the drafter that has most of a step's micro-batches
     hosts = math.ceil(count / GPUS_PER_HOST)
     exchange_s = update_s(plan, card, drafters, hosts)
-    if layout == "colocated":
-        rate, limit = a_step / (turns * (found.target_s + found.drafter_s) + exchange_s), "in turn"
+    if layout == "colocated" or plan.is_cached:
+        rate = a_step / (turns * (found.target_s + found.drafter_s) + exchange_s)
+        limit = "drafters" if plan.is_cached else "in turn"
     else:
         out_s, in_s = transport(plan, card)
         drafter_s = (turns * (found.drafter_s + in_s) + exchange_s) / a_step * drafters
@@ -155,7 +167,7 @@ def _planned(
     fullest = max(memory.values())
     hours = tokens / tok_per_s / 3600
     return PlannedSplit(
-        targets=targets or count,
+        targets=0 if plan.is_cached else targets or count,
         drafters=drafters,
         layout=layout,
         tok_per_s=tok_per_s,
@@ -171,6 +183,11 @@ def _planned(
     )
 
 
+def _cached_layout(count: int) -> Layout:
+    """Where features are read: ahead, beside a drafter alone; of several, each reads its own in turn."""
+    return "split" if count == 1 else "colocated"
+
+
 def transport(plan: Outline, card: Card) -> tuple[float, float]:
     """Seconds that a micro-batch's features take of a target and of a drafter: to the host and into its store, and from
     there. Nothing of it is hidden behind other work, as far as the plan goes."""
@@ -184,6 +201,7 @@ def transport(plan: Outline, card: Card) -> tuple[float, float]:
 
 def memory_parts(plan: Outline) -> MemoryPlan:
     """`plan.memory`'s parts, with the layers that this target really has."""
+    is_elsewhere = plan.is_cached or plan.config.target.server is not None
     return memory_of(
         plan.config,
         plan.draft,
@@ -193,7 +211,7 @@ def memory_parts(plan: Outline) -> MemoryPlan:
         num_anchors=plan.num_anchors,
         batches_per_step=plan.batches_per_step,
         longest_row=plan.longest,
-        trunk_parameters=plan.target.trunk_parameters(plan.num_layers),
+        trunk_parameters=plan.target.trunk_parameters(1 if is_elsewhere else plan.num_layers),
     )
 
 
@@ -215,7 +233,10 @@ def of_run(resolved: ResolvedRun, target: TargetSizes, *, last_hidden: bool) -> 
 
 def memory_by_role(plan: Outline) -> dict[str, dict[str, int]]:
     """Bytes on a device by role and kind: ``weights`` (with gradients), ``optimizer``, ``activations``, and features in
-    ``channel`` slots; the slots of a split run wait in the host's memory, role ``host``."""
+    ``channel`` slots; the slots of a split run wait in the host's memory, role ``host``.
+
+    From a cache each drafter reads for itself, and what waits is on its card.
+    """
     parts = memory_parts(plan)
     draft_size = 4 if plan.config.draft.dtype == "float32" else 2
     per_parameter = 8 if draft_size == 4 else 12  # moments; and masters where they are apart
@@ -227,9 +248,10 @@ def memory_by_role(plan: Outline) -> dict[str, dict[str, int]]:
         "activations": parts.activation_bytes,
     }
     one = feature_bytes(plan.config, plan.draft, plan.last_hidden)
-    if plan.config.topology.layout != "split":
+    if plan.config.topology.layout != "split" or plan.is_cached:
         weights = drafter["weights"] + parts.target_bytes
-        return {"colocated": {**drafter, "weights": weights, "channel": parts.queue_bytes}}
+        role = "drafter" if plan.is_cached else "colocated"
+        return {role: {**drafter, "weights": weights, "channel": parts.queue_bytes}}
     count, nothing = plan.config.topology.gpus_per_target, {"weights": 0, "optimizer": 0, "activations": 0}
     target = {
         "weights": max(target_weights(plan)),
@@ -237,7 +259,7 @@ def memory_by_role(plan: Outline) -> dict[str, dict[str, int]]:
         "activations": _prefill_bytes(plan),
         "channel": one * (lanes(count) if count > 1 else 1),
     }
-    if plan.config.target.server is not None or plan.config.target.cache is not None:  # threads that ask or read
+    if plan.config.target.server is not None:  # threads that ask
         target = {**nothing, "channel": 0}
     return {
         "target": target,
@@ -312,15 +334,27 @@ def plan_record(
     """
     splits = plan_splits(plan, card, count, tokens, is_even=is_even)
     best = best_of(splits)
-    memory = memory_by_role(with_topology(plan, "colocated", 1, count, 1))
-    if count > 1:  # beside it the split's: of the best, or of the fastest that there would be
+    layout: Layout = _cached_layout(count) if plan.is_cached else "colocated"
+    threads = plan.config.topology.targets if plan.is_cached else 1
+    memory = memory_by_role(with_topology(plan, layout, threads, count, 1))
+    if count > 1 and not plan.is_cached:  # beside it the split's: of the best, or of the fastest that there would be
         is_split = best is not None and best.layout == "split"
         shown = best if is_split and best is not None else max(splits[1:], key=lambda each: each.tok_per_s)
         memory |= memory_by_role(with_topology(plan, "split", shown.targets, shown.drafters, shown.gpus_per_target))
     found = times(plan, card)
     out_s, in_s = transport(plan, card)
-    states = len(plan.draft.target_layer_ids) + plan.last_hidden
-    kept_dtype = feature_dtype(plan.config, plan.last_hidden)
+    one = token_bytes(plan)
+    read = None
+    if plan.is_cached:
+        gb_per_s = splits[0].tok_per_s * one / 1e9
+        hosts = math.ceil(count / GPUS_PER_HOST)
+        read = {
+            "cache": plan.config.target.cache,
+            "bytes_per_token": one,
+            "gb_per_s": gb_per_s,
+            "gb_per_s_per_host": gb_per_s / hosts,
+            "is_ahead": splits[0].layout == "split",
+        }
     return {
         "target": target,
         "gpus": count,
@@ -350,14 +384,15 @@ def plan_record(
             "target": {name: 1e3 * s for name, s in found.target.items()},
             "drafter": {name: 1e3 * s for name, s in found.drafter.items()},
             "update": 1e3 * found.update_s,
-            "transport": {"target": 1e3 * out_s, "drafter": 1e3 * in_s},
+            "transport": {} if plan.is_cached else {"target": 1e3 * out_s, "drafter": 1e3 * in_s},
         },
+        "reading": read,
         "memory": {
             role: {f"{kind}_gib": value / GIB for kind, value in parts.items()}
             | {"total_gib": sum(parts.values()) / GIB}
             for role, parts in memory.items()
         },
-        "offline_cache_bytes": kept_bytes(round(distinct_tokens), states, plan.draft.hidden_size, kept_dtype),
+        "offline_cache_bytes": round(distinct_tokens) * one,
         "assumptions": {
             **{name: {"value": source, "source": "of this plan"} for name, source in sources.items()},
             **assumptions(card),

@@ -55,6 +55,7 @@ def _headline(record: Record) -> Html:
     best = part_of(record, "best")
     cache = record.get("offline_cache_bytes")
     disk = (f"{number(cache / 1e12, 2)} TB" if is_number(cache) else number(cache), "an offline cache", "of features")
+    reading = [] if (read := part_of(record, "reading")) == {} else [_reading(read)]
     if not best:
         return note("No split fits: every role needs more memory than its card has.", is_warning=True)
     return figures(
@@ -63,10 +64,18 @@ def _headline(record: Record) -> Html:
         (number(best.get("hours"), 1), "hours", f"to {number(record.get('tokens'))} tokens"),
         (number(best.get("gpu_hours"), 1), "GPU-hours", ""),
         disk,
+        *reading,
     )
 
 
+def _reading(read: Record) -> tuple[str, str, str]:
+    ahead = "ahead of the drafter" if read.get("is_ahead") else "in turn with the drafters, whose time this adds to"
+    return (f"{number(read.get('gb_per_s'), 2)} GB/s", "read from the cache", ahead)
+
+
 def _name(split: Record) -> str:
+    if split.get("targets") == 0:
+        return f"{number(split.get('drafters'))} drafters"
     if split.get("layout") == "colocated":
         return "in turn"
     each = split.get("gpus_per_target")
@@ -156,7 +165,7 @@ def _times(record: Record) -> Html:
         shown = f"{number(total, 1)} ms a micro-batch" + (", an update in each" if role == "drafter" else "")
         return stacked_bar(f"The {role}'s time", parts, lambda ms: f"{number(ms, 1)} ms", caption=shown)
 
-    return columns(bar("target"), bar("drafter"))
+    return columns(bar("target"), bar("drafter")) if part_of(times, "target") else bar("drafter")
 
 
 def _flops(record: Record) -> Html:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import hashlib
 import json
 import os
 import threading
@@ -34,7 +33,7 @@ from torch import Tensor
 from paceline.config import RunConfig
 from paceline.errors import ConfigError, DataError, ModelError
 from paceline.files import child, sha256
-from paceline.models.adapter import CONFIG_FILE, WEIGHTS_FILE
+from paceline.models.adapter import adapter_fingerprint as fingerprint_of
 from paceline.models.kinds import needs_last_hidden
 from paceline.models.target import Target
 from paceline.plan.memory import KEPT_SIZES, feature_dtype
@@ -198,15 +197,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def adapter_fingerprint(config: RunConfig) -> str | None:
-    """SHA-256 over the files of `target.adapter`; None without one. Raises: ConfigError if they are not there."""
-    if config.target.adapter is None:
-        return None
-    folder = Path(config.target.adapter)
-    try:
-        parts = [sha256(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)]
-    except OSError as error:
-        raise ConfigError(f"target.adapter={folder}: {error.filename} cannot be read: {error.strerror}") from error
-    return hashlib.sha256("".join(parts).encode()).hexdigest()
+    """That of `target.adapter`; None without one. Raises: ModelError if its files are not there."""
+    return None if config.target.adapter is None else fingerprint_of(config.target.adapter)
 
 
 def adopted(config: RunConfig) -> RunConfig:

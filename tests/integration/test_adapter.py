@@ -62,6 +62,39 @@ def test_a_run_learns_from_the_merged_target(
     assert json.loads((run_dir / "run.json").read_text())["adapter"] == adapters[0]
 
 
+def answers_in(folder: Path) -> dict[str, list]:
+    lines = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
+    return {line["source"]: line["rows"] for line in lines}
+
+
+def test_answers_are_those_of_the_merged_target(toy: Toy, adapters: tuple[str, str], tmp_path: Path) -> None:
+    """The ids that the merged folder's model says, and not the base's; the folder is gone on with by this adapter
+    alone, wherever it lies."""
+    merged, out = tmp_path / "merged", tmp_path / "answers"
+    arguments = ["merge", "--target", str(toy.target), "--adapter", adapters[0], "--out", str(merged)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    settings = {"max_new_tokens": 6, "on_cut": "keep"}
+
+    def answer(folder: Path, limit: int | None = None, target: Path = toy.target, adapter: str | None = None) -> dict:
+        return api.regenerate(toy.conversations, folder, target=target, adapter=adapter, limit=limit, **settings)
+
+    answer(out, 4, adapter=adapters[0])
+    described = json.loads((out / "regenerate.json").read_text())
+    assert described["adapter"] == adapters[0] and len(described["adapter_fingerprint"]) == 64
+    moved = shutil.copytree(adapters[0], tmp_path / "moved")
+    assert answer(out, 8, adapter=str(moved))["finished"]
+    answer(tmp_path / "whole", 8, target=merged)
+    answer(tmp_path / "base", 8)
+    found, wanted, base = (answers_in(each) for each in (out, tmp_path / "whole", tmp_path / "base"))
+    assert found == wanted and found != base and len(found) > 4
+    shutil.copytree(adapters[1], moved, dirs_exist_ok=True)
+    for other in (str(moved), None):
+        with pytest.raises(ConfigError, match=r"begun with other settings \(adapter_fingerprint was"):
+            answer(out, adapter=other)
+    with pytest.raises(ConfigError, match="adapter_fingerprint was None"):
+        answer(tmp_path / "base", adapter=adapters[0])
+
+
 def test_a_run_goes_on_with_its_own_adapter_only(
     toy: Toy, adapters: tuple[str, str], trained: tuple[Path, list[dict]], tmp_path: Path
 ) -> None:

@@ -14,6 +14,9 @@ import torch
 from paceline.cluster.pages import GROUP
 from paceline.cluster.ray_cluster import Needs, ray_cluster
 from paceline.errors import ConfigError
+from paceline.eval.decode import CachedTarget, plain_decode, speculative_decode
+from paceline.eval.forwards import ModelForward
+from paceline.models.loading import load_text_model
 from paceline.models.target import Target
 from tests import tiny
 from tests.integration.test_ray import events, roles
@@ -143,6 +146,30 @@ def test_parts_of_two_gpus_change_no_bit(family: str, packing: str, tmp_path: Pa
     for thread in threads:
         thread.join()
     assert not failed
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@several_gpus
+@pytest.mark.parametrize("family", [*tiny.FAMILIES])
+def test_parts_of_two_gpus_decode_alike(family: str, tmp_path: Path) -> None:
+    """Layers with their keys or states on two GPUs, features and logits on the first; drafts change no token."""
+    folder = tiny.save(tiny.causal_lm(family), tmp_path / family)
+    device = torch.device("cuda", 0)
+    split = CachedTarget.load(folder, (1, 3), device=device, num_parts=2)
+    whole = ModelForward(load_text_model(folder, device=device).requires_grad_(False), (1, 3))
+    with torch.inference_mode():
+        for tokens, kept in (([5, 6, 7, 8], 4), ([9, 10, 11], 2), ([12, 13], 1)):
+            torch.testing.assert_close(split.verify_logits(tokens), whole.append(tokens), atol=1e-4, rtol=1e-4)
+            split.keep(kept)
+            whole.keep(kept)
+            features = split.features()
+            assert features.device == device and torch.cuda.current_device() == 0
+            wanted = torch.cat([tap[:kept] for tap in whole.taps], dim=-1)
+            torch.testing.assert_close(features, wanted, atol=1e-4, rtol=1e-4)
+    drafter = tiny.drafter(tiny.draft_shape(num_target_layers=split.shape.num_layers)).to(device)
+    plain = plain_decode(split, [1, 2, 3], 24, ())
+    assert speculative_decode(split, drafter, [1, 2, 3], 24, ()).tokens == plain.tokens
 
 
 @pytest.mark.gpu

@@ -94,6 +94,21 @@ def test_a_good_export_passes(layout: str, good: Good) -> None:
     assert json.loads(json.dumps(report.as_dict()))["ok"] is True
 
 
+def test_a_target_in_parts_is_checked_as_one_in_one_piece(good: Good) -> None:
+    """Taps, fingerprint, blocks and labels: the same findings, and differences of rounding at most."""
+    prompts = learnt.prompts()[:2]
+    whole, split = (run_checks(good.zlab, good.target, gpus_per_target=n, prompts=prompts) for n in (1, 2))
+    assert not errors_of(split) and split.findings == whole.findings and split.not_run == whole.not_run
+    assert [row.name for row in split.parity] == [row.name for row in whole.parity]
+    assert all(row.is_equal for row in split.parity) and split.measured == whole.measured
+    with pytest.raises(ConfigError, match="--gpus-per-target 9: 4 layers of the target run"):
+        run_checks(good.zlab, good.target, gpus_per_target=9)
+    refused = CliRunner().invoke(
+        app, ["check", str(good.zlab), "--target", good.target, "--engine", "vllm", "--gpus-per-target", "2"]
+    )
+    assert isinstance(refused.exception, ConfigError) and "serves the target on one GPU" in str(refused.exception)
+
+
 def put(key: str, value: object) -> Callable[[Config, Tensors], object]:
     """Set one key; a dot leads into a section."""
 

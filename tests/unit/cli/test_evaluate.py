@@ -65,6 +65,40 @@ def test_eval_writes_one_json_record(ngram: bool, tmp_path: Path, monkeypatch: p
     assert "acceptance length = tokens committed / target forwards" in result.stderr
 
 
+def test_a_target_in_parts_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers and acceptance as in one piece, and the record says how it ran; what cannot be is refused."""
+    monkeypatch.setattr("paceline.models.loading.load_tokenizer", lambda *args, **kwargs: Tokenizer())
+    target = tiny.save(tiny.causal_lm("gemma3"), tmp_path / "target")
+    draft = export_zlab(tiny.drafter(), tmp_path / "draft")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n{"question": "de"}\n', encoding="utf-8")
+    options = ["eval", "--target", target, "--draft", str(draft), "--prompts", str(prompts), "--device", "cpu"]
+    options += ["--max-new-tokens", "12", "--no-ngram", "--json", "-"]
+
+    def record(*more: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(CliRunner().invoke(app, [*options, *more], catch_exceptions=False).stdout)
+        return found
+
+    whole, split = record(), record("--gpus-per-target", "2")
+    assert split["lossless"] is True and split["acceptance_length"] == whole["acceptance_length"]
+    assert (whole["gpus_per_target"], split["gpus_per_target"]) == (1, 2) and "in 2 parts" in split["kernel"]
+    for more, said in (
+        (("--gpus-per-target", "6"), "--gpus-per-target 6: 5 layers of the target run"),
+        (("--gpus-per-target", "2", "--batch", "2"), "--batch 2 with --gpus-per-target 2"),
+        (("--gpus-per-target", "2", "--engine", "vllm", "--url", "http://x"), "vllm with --device, --gpus-per-target"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            record(*more)
+
+
+def test_parts_need_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the option, and the devices that were wanted."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    evaluate.check_parts(torch.device("cuda", 0), 2, 5)
+    with pytest.raises(ConfigError, match="--gpus-per-target 2: the target would take cuda:1 to cuda:2, and 2 GPUs"):
+        evaluate.check_parts(torch.device("cuda", 1), 2, 5)
+
+
 def test_export_takes_a_run_folder(tmp_path: Path) -> None:
     """A run's newest checkpoint becomes a folder, and the commands to serve it are printed with the right counts."""
     drafter = tiny.drafter()

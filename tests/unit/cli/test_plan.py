@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import plan as command
 from paceline.cli import train
+from paceline.cli.cache import cache_features
 from paceline.cli.plan import measured_verdict, parse_tokens, stage_windows, what_if_record
 from paceline.cli.progress import TrainProgress
 from paceline.config import dump_config, load_config
@@ -164,6 +165,73 @@ def test_tokens_are_written_as_people_do(text: str, number: float) -> None:
     assert parse_tokens(text) == number
 
 
+# ------------------------------------------------------------------ from a cache
+
+
+@pytest.fixture(scope="module")
+def cache(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Features of the toy data in fp8, of other layers than the default ones."""
+    folder = tmp_path_factory.mktemp("cache") / "features"
+    cache_features(toy.config(Path("run"), "target.layer_ids=[0,1]"), folder, "fp8")
+    return folder
+
+
+def test_a_plan_from_a_cache_is_of_what_is_in_it(toy: Toy, cache: Path, tmp_path: Path) -> None:
+    """Its layers and its type count; the table and the page say what is read, and nothing of a target."""
+    run_file, page = tmp_path / "run.yaml", tmp_path / "plan.html"
+    run_file.write_text(dump_config(toy.config(tmp_path / "run", f"target.cache={cache}")))
+    record = plan("--config", run_file, "--gpus", "h200")
+    assert record["drafter"]["target_layer_ids"] == [0, 1]
+    assert record["reading"]["bytes_per_token"] == 2 * (32 + 4)
+    on_disk = sum(file.stat().st_size for file in cache.glob("*.safetensors"))
+    assert record["offline_cache_bytes"] == pytest.approx(on_disk, rel=0.1) and record["offline_cache_bytes"] < on_disk
+    assert "features in fp8" in record["assumptions"]["cache"]["value"] and "split" not in record["assumptions"]
+    arguments = ["plan", "--config", str(run_file), "--gpus", "16xh200", "--html", str(page)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False, env={"COLUMNS": "200"})
+    told = " ".join(result.output.split())
+    assert f"no target runs: features are read from {cache}, 72 bytes a token." in told
+    assert "on each host" in told and "16 drafters" in told and "comes on top" in told and "target trunk" not in told
+    shown = page.read_text(encoding="utf-8")
+    assert "16 drafters" in shown and "read from the cache" in shown and "The target's time" not in shown
+
+
+def test_a_cache_that_is_yet_to_be_made_is_planned_as_the_target_would_deliver(tmp_path: Path) -> None:
+    """And one that is no cache is refused."""
+    there = tmp_path / "there"
+    record = plan("--target", "qwen3-8b", "--gpus", "h200", f"target.cache={there}")
+    assert record["reading"]["bytes_per_token"] == 5 * 4096 * 2 and record["reading"]["is_ahead"]
+    assert "not there yet" in record["assumptions"]["cache"]["value"]
+    there.mkdir()
+    assert "is no feature cache" in refused("--target", "qwen3-8b", "--gpus", "h200", f"target.cache={there}")
+
+
+def test_a_dry_run_from_a_cache_has_one_role(toy: Toy, cache: Path, tmp_path: Path) -> None:
+    """The drafter, with the queue and one layer of the target; the plan names the cache."""
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(dump_config(toy.config(tmp_path / "run", f"target.cache={cache}")))
+    result = CliRunner().invoke(app, ["train", str(run_file), "--dry-run", "--json"], catch_exceptions=False)
+    record = json.loads(result.stdout)
+    assert record["plan"]["cache"] == str(cache) and record["plan"]["layout"] == "split"
+    assert set(record["roles"]) == {"drafter"}
+    assert sum(record["roles"]["drafter"].values()) == pytest.approx(record["memory"]["total_gib"], abs=0.005)
+
+
+def test_other_splits_of_a_run_from_a_cache_are_drafters_or_reading_threads(tmp_path: Path) -> None:
+    """Nothing travels by way of a store; targets beside several drafters there are not."""
+    lines = [line(10.0 * i, "drafter-0", 20, get_wait=4.0) for i in range(14)]
+    run = profile(tmp_path, lines, "topology.layout=colocated", "target.cache=features")
+    (run / "run.json").write_text(json.dumps({"draft": {"target_layer_ids": [1, 2], "hidden_size": 1 << 30}}))
+    record = what_if_record(run, ["targets=1", "drafters=3"])
+    ahead, three = record["what_if"]
+    assert ahead["gain"] == pytest.approx(1 / 0.6) and three["gain"] == pytest.approx(3.0)
+    assert not record["transport_s"]
+    arguments = ["plan", "--run", str(run), "--what-if", "targets=1", "--what-if", "drafters=3"]
+    shown = CliRunner().invoke(app, arguments, catch_exceptions=False).output
+    assert "1 reading threads + 1 drafters: " in shown and "no target runs" in shown and "3 in turn: " in shown
+    with pytest.raises(ConfigError, match="there are no targets to share GPUs with"):
+        what_if_record(run, ["targets=2,drafters=2"])
+
+
 # ------------------------------------------------------------------ what if
 
 
@@ -272,11 +340,67 @@ def test_a_run_without_a_profile_is_told_how_to_get_one(tmp_path: Path, text: st
         what_if_record(run, ["targets=2"])
 
 
-def test_waits_of_targets_over_several_gpus_are_not_guessed(tmp_path: Path) -> None:
-    """Several threads make their features, and none of them knows whether the target waits."""
-    run = profile(tmp_path, [], "topology.gpus_per_target=2")
-    with pytest.raises(ConfigError, match="has topology.gpus_per_target=2"):
+def parts(tmp_path: Path, get_wait_s: float, put_wait_s: float, *overrides: str) -> Path:
+    """A run whose targets have two GPUs each: 44 steps of 4 micro-batches in a second, 20 of them before it resumed."""
+    run = profile(tmp_path, [], "topology.gpus_per_target=2", *overrides)
+    (run / "run.json").write_text(json.dumps({"resumed_from_step": 20}))
+    waits = {"get_wait_s": get_wait_s, "put_wait_s": put_wait_s, "ready_wait_s": 0.0}
+    lines = [{"step": i + 1, "seconds": 1.0 if i >= 20 else 9.0, "batches": 4, "queue": 0, **waits} for i in range(44)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return run
+
+
+def test_targets_over_several_gpus_are_judged_by_the_run_itself(tmp_path: Path) -> None:
+    """No profile is needed; where the drafter waits for them, their time is known, and more of them are told."""
+    run = parts(tmp_path, 0.5, 0.0, "topology.layout=split")
+    record = what_if_record(run, ["targets=2", "targets=3", "drafters=2"])
+    assert record["verdict"]["kind"] == "producer-bound" and record["measured"]["gpus_per_target"] == 2
+    assert record["measured"]["target_s"] == pytest.approx(0.25, rel=0.01)
+    two, three, drafters = record["what_if"]
+    assert two["batches_per_s"] == pytest.approx(8.0) and three["gain"] == pytest.approx(2.0)
+    assert three["limit"] == "drafters" and drafters["gain"] == pytest.approx(1.0)
+    assert all(each["at_most_batches_per_s"] is None for each in record["what_if"])
+
+
+def test_what_parts_with_too_few_rows_could_do_is_told_as_a_bound(tmp_path: Path) -> None:
+    """Beside a slow drafter: more drafters give at least what the targets did, and at most what the drafters take; more
+    targets give nothing, for sure."""
+    run = parts(tmp_path, 0.0, 0.2, "topology.layout=split")
+    arguments = ["plan", "--run", str(run), "--what-if", "targets=2", "--what-if", "drafters=2"]
+    shown = CliRunner().invoke(app, arguments, catch_exceptions=False).output
+    record = what_if_record(run, ["targets=2", "drafters=2"])
+    targets, drafters = record["what_if"]
+    assert record["verdict"]["kind"] == "consumer-bound"
+    assert targets["gain"] == pytest.approx(1.0) and targets["at_most_batches_per_s"] is None
+    assert drafters["batches_per_s"] == pytest.approx(5.0) and drafters["at_most_batches_per_s"] == pytest.approx(8.0)
+    assert "a target of 2 GPUs needs 0.2 s" in shown
+    assert "1 targets + 2 drafters: at least 5 micro-batches a second, 1.25x; at most 8, as the drafters allow" in shown
+    assert "known from runs whose drafter waits" in shown
+
+
+@pytest.mark.parametrize(("layout", "asked"), [("split", "layout=colocated"), ("colocated", "targets=2")])
+def test_parts_in_turn_and_side_by_side_say_nothing_of_each_other(tmp_path: Path, layout: str, asked: str) -> None:
+    """In turn one row is on its way at a time."""
+    run = parts(tmp_path, 0.5, 0.0, f"topology.layout={layout}")
+    with pytest.raises(ConfigError, match="in turn one part of a target works at a time"):
+        what_if_record(run, [asked])
+
+
+def test_a_split_target_whose_run_has_no_steps_is_not_guessed(tmp_path: Path) -> None:
+    """Its last start has none, though an earlier one had."""
+    run = parts(tmp_path, 0.5, 0.0, "topology.layout=split")
+    (run / "run.json").write_text(json.dumps({"resumed_from_step": 44}))
+    with pytest.raises(ConfigError, match=r"metrics.jsonl has no step behind the first ones of the last start"):
         what_if_record(run, ["targets=2"])
+
+
+def test_a_real_run_of_a_split_target_is_asked(toy: Toy, tmp_path: Path) -> None:
+    """As it wrote its steps: nothing but the run folder is needed."""
+    config = toy.config(tmp_path / "run", "topology.gpus_per_target=2", "run.max_steps=16")
+    train.run_training(config, TrainProgress(quiet=True))
+    record = what_if_record(tmp_path / "run", ["targets=4", "drafters=2"])
+    assert record["measured"]["gpus_per_target"] == 2 and record["measured"]["target_s"] > 0
+    assert all(each["gain"] > 0.99 for each in record["what_if"])
 
 
 def test_a_real_run_is_asked(toy: Toy, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from paceline.cli.regenerate import regenerate
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, ModelError
 from tests.fake_server import FakeServer, Reply, running
 from tests.toy import Toy
 from tests.unit.data.conftest import TOY_TOKENIZER, template, toy
@@ -131,13 +131,16 @@ def test_a_model_on_this_machine_answers(toy: Toy, tmp_path: Path) -> None:
         (("--server", "http://x", "--target", "t", "--tokenizer", "t"), "who answers"),
         (("--server", "http://x"), "--server needs --tokenizer"),
         (("--target", "t", "--model", "m"), "--model and --any-template are for a --server"),
+        (("--server", "http://x", *TOKENIZER, "--adapter", "a"), "a is merged into a --target that runs here"),
+        (("--target", *TOKENIZER[1:], "--adapter", "no/adapter"), "adapter no/adapter is no folder here"),
         (("--target", str(TOY_TOKENIZER), "--template", "no.jinja"), "no.jinja cannot be read"),
     ],
 )
 def test_senseless_calls_are_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    """With what was wanted instead."""
-    with pytest.raises((ConfigError, DataError), match=message):
+    """With what was wanted instead, before there is a folder."""
+    with pytest.raises((ConfigError, DataError, ModelError), match=message):
         run(questions(tmp_path / "in.jsonl", 1), "--out", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_and_repeated_inputs_are_refused(tmp_path: Path) -> None:

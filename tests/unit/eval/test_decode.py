@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.dflash.acceptance import Acceptance
 from paceline.dflash.anchors import make_anchors
 from paceline.dflash.blocks import block_positions, make_noise_blocks
-from paceline.errors import ModelError
+from paceline.errors import ConfigError, ModelError
 from paceline.eval.decode import (
     CachedTarget,
     ContextDrafter,
@@ -23,8 +23,10 @@ from paceline.eval.decode import (
     plain_decode,
     speculative_decode,
 )
+from paceline.eval.forwards import ModelForward
 from paceline.kernels.attention import BlockLayout
 from paceline.models.draft import DFlashDrafter
+from paceline.models.loading import load_text_model
 from paceline.models.target import Target
 from tests import tiny
 from tests.unit.eval.learnt import LAYER_IDS
@@ -368,3 +370,45 @@ def test_the_compute_type_runs_under_autocast(
     narrow = speculative_decode(target, drafter, prompts[0], 40, (), dtype=torch.bfloat16)
     assert narrow.tokens == plain.tokens
     assert abs(narrow.acceptance.length - wide.acceptance.length) < 0.5
+
+
+# ------------------------------------------------------------------ a target in parts
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_target_in_parts_says_the_same_bits(family: str, target_folder: Callable[[str], str]) -> None:
+    """Logits and features of a prompt, of drafted tokens, and after some of them were taken back."""
+    folder = target_folder(family)
+    split = CachedTarget.load(folder, LAYER_IDS, num_parts=3)
+    whole = ModelForward(load_text_model(folder).requires_grad_(False), LAYER_IDS)  # kernels go by that too
+    assert "in 3 parts" in split.kernel and split.device == torch.device("cpu")
+    with torch.inference_mode():
+        assert torch.equal(split.prefill_logits([5, 6, 7, 8]), whole.append([5, 6, 7, 8], last_only=True))
+        for tokens, kept in (([9, 10, 11], 2), ([12, 13], 1), ([14], 1)):
+            assert torch.equal(split.verify_logits(tokens), whole.append(tokens))
+            split.keep(kept)
+            whole.keep(kept)
+            assert torch.equal(split.features(), torch.cat([tap[:kept] for tap in whole.taps], dim=-1))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_drafted_answers_of_a_target_in_parts_equal_plain_ones(
+    family: str, target_folder: Callable[[str], str]
+) -> None:
+    """Rejected tokens leave no trace, in layers that keep keys and in those that keep a state."""
+    target = CachedTarget.load(target_folder(family), LAYER_IDS, num_parts=2)
+    plain = plain_decode(target, [1, 2, 3], 40, set())
+    drafter = MostlyRightDrafter(plain.tokens)
+    answer = decode(target, drafter, [1, 2, 3], 40, set())
+    assert answer.tokens == plain.tokens and 0 < answer.acceptance.rounds < 39
+
+
+def test_more_parts_than_layers_or_gpus_are_refused(
+    target_folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With how many there are."""
+    with pytest.raises(ConfigError, match="5 layers of the target run"):
+        CachedTarget.load(target_folder("llama"), LAYER_IDS, num_parts=6)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="and 2 GPUs are to be seen here"):
+        CachedTarget.load(target_folder("llama"), LAYER_IDS, num_parts=3, device="cuda:0")

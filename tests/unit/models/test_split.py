@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,16 @@ from paceline.errors import ConfigError
 from paceline.kernels.flash4 import DocumentStarts
 from paceline.models import gated_delta
 from paceline.models.loading import _without_hooks, load_causal_lm, load_configs, quiet_transformers
-from paceline.models.split import Parts, device_map, lanes, part_devices, part_starts, starts_of
+from paceline.models.split import (
+    Parts,
+    bring_along,
+    device_map,
+    lanes,
+    part_devices,
+    part_starts,
+    place,
+    starts_of,
+)
 from paceline.models.target import Target
 from paceline.records import FeatureBatch
 from tests import tiny
@@ -273,6 +284,51 @@ def test_no_layer_meets_a_tensor_of_another_device(family: str) -> None:
     with parts.own_streams(), parts.row([{}, {}]), torch.no_grad():
         out = trunk(input_ids=ids, position_ids=torch.arange(8)[None], use_cache=False).last_hidden_state
     assert out.device == meta and out.shape == (1, 8, 32)
+
+
+class Elsewhere(nn.Module):
+    """A layer or head that puts out what lies on the CPU, as if it had come from there."""
+
+    def __init__(self, seen: list[torch.device]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen += [each.device for each in (hidden, *args[0], kwargs["mask"])] if args else [hidden.device]
+        return torch.zeros(3)
+
+
+def test_one_row_at_a_time_is_brought_to_each_layer_and_back_to_the_head() -> None:
+    """Without parts that take turns: layers, final norm and head get what they take on their own devices."""
+    seen: list[torch.device] = []
+    meta = torch.device("meta")
+    trunk = SimpleNamespace(layers=[Elsewhere(seen) for _ in range(3)], norm=Elsewhere(seen))
+    head = Elsewhere(seen)
+    model = SimpleNamespace(get_decoder=lambda: trunk, get_output_embeddings=lambda: head)
+    bring_along(model, (0, 2), (meta, CPU))
+    for layer in trunk.layers:
+        layer(torch.zeros(3), (torch.zeros(1), torch.zeros(1)), mask=torch.zeros(2), cache=None)
+    trunk.norm(torch.zeros(3))
+    head(torch.zeros(3))
+    assert seen == [meta] * 8 + [CPU] * 4 + [CPU, meta]
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *OTHERS])
+def test_decoding_mixes_no_devices_either(family: str) -> None:
+    """The library's forward with a cache, a prompt and then more tokens, its second half elsewhere; for the head the
+    states come back, which the meta device refuses as the only one."""
+    model = other(family).bfloat16() if family in OTHERS else tiny.causal_lm(family, attention="eager")
+    trunk, meta = model.requires_grad_(False).get_decoder(), torch.device("meta")
+    starts = (0, len(trunk.layers) // 2)
+    place(model, starts, (CPU, meta))
+    bring_along(model, starts, (CPU, meta))
+    cache = transformers.DynamicCache(config=trunk.config)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    for ids in (torch.arange(1, 9), torch.arange(9, 12), torch.arange(12, 13)):
+        out = trunk(input_ids=ids[None], use_cache=True, **{name: cache}).last_hidden_state
+        assert out.device == meta and out.shape == (1, len(ids), 32)
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        model(input_ids=torch.arange(1, 9)[None])
 
 
 def test_kernels_find_their_documents_on_their_own_device() -> None:

@@ -141,10 +141,10 @@ def test_roles_need_what_the_memory_plan_says() -> None:
     assert split["host"]["channel"] == min((2 * 5 + 3 + 3) * slots, 4 * GIB + 3 * slots)
 
 
-@pytest.mark.parametrize("key", ["target.server=http://127.0.0.1:1", "target.cache=features"])
-def test_a_target_that_is_elsewhere_takes_nothing_here(key: str) -> None:
-    """Threads ask for features or read them; what a drafter shares of the target is the drafter's."""
-    here, elsewhere = (memory_by_role(with_topology(unit(*keys), "split", 1, 1)) for keys in ((), (key,)))
+def test_a_target_that_is_elsewhere_takes_nothing_here() -> None:
+    """Threads ask for features; what a drafter shares of the target is the drafter's."""
+    server = "target.server=http://127.0.0.1:1"
+    here, elsewhere = (memory_by_role(with_topology(unit(*keys), "split", 1, 1)) for keys in ((), (server,)))
     assert not any(elsewhere["target"].values()) and all(here["target"][name] for name in ("weights", "channel"))
     assert elsewhere["drafter"]["optimizer"] == here["drafter"]["optimizer"]
 
@@ -345,6 +345,84 @@ def test_a_small_target_waits_for_launches() -> None:
     assert graph.target_s < launched.target_s / 1.3
     large = times(unit('kernels.cuda_graphs="off"'), H200)
     assert large.target_s == pytest.approx(times(unit(), H200).target_s)
+
+
+# ------------------------------------------------------------------ from a cache
+
+CACHE = "target.cache=features"
+
+
+def test_from_a_cache_a_card_has_drafter_head_one_layer_and_what_waits() -> None:
+    """Of the target's 34 layers one is there and none runs; the queue is on the drafter's card, and nothing is kept in
+    the host's memory."""
+    kept = "pipeline.feature_cache_gib=8"
+    cached, online = unit(CACHE, kept), unit(kept)
+    here = splits.memory_parts(with_topology(cached, "split", 1, 1))
+    there = splits.memory_parts(with_topology(online, "split", 1, 1))
+    assert here.target_bytes == 2 * online.target.trunk_parameters(1) == there.target_bytes // 34
+    assert (here.cache_bytes, there.cache_bytes) == (0, 8 * GIB)
+    for name in ("shared_bytes", "drafter_bytes", "activation_bytes", "queue_bytes"):
+        assert getattr(here, name) == getattr(there, name)
+    roles = memory_by_role(with_topology(cached, "split", 1, 1))
+    assert set(roles) == {"drafter"} and sum(roles["drafter"].values()) == here.total_bytes
+    assert roles["drafter"]["channel"] == 4 * 12_288 * 5 * 4096 * 2  # three wait, one is being read
+    assert memory_by_role(with_topology(cached, "colocated", 1, 8))["drafter"]["channel"] == 12_288 * 5 * 4096 * 2
+
+
+def test_a_mixtures_layer_that_is_loaded_has_all_its_experts() -> None:
+    """A target with experts: one layer of it, as it is."""
+    plan = unit(CACHE, target="qwen3-30b-a3b")
+    assert splits.memory_parts(plan).target_bytes == 2 * plan.target.trunk_parameters(1) > 1e9
+
+
+def test_from_a_cache_the_drafters_set_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No target's time is in it, and no split with targets; the way to the card is, and a smaller type's is shorter."""
+    monkeypatch.setattr(splits, "update_s", lambda *_: 0.0)
+    plan, online = unit(CACHE), unit()
+    (one,), (eight,) = (plan_splits(plan, H200, count, is_even=True) for count in (1, 8))
+    copied_s = 12_288 * 5 * 4096 * 2 / 64e9
+    drafter_s = times(online, H200).drafter_s
+    assert one.tok_per_s == pytest.approx(12_288 / (drafter_s + copied_s))
+    assert eight.tok_per_s == pytest.approx(8 * one.tok_per_s)
+    assert one.tok_per_s > 1.5 * plan_splits(online, H200, 1)[0].tok_per_s
+    assert {(each.targets, each.limit, each.gpus_per_target) for each in (one, eight)} == {(0, "drafters", 1)}
+    narrow = dataclasses.replace(plan, token_bytes=20_500)
+    assert times(narrow, H200).drafter_s - drafter_s == pytest.approx(12_288 * 20_500 / 64e9)
+    big = unit(CACHE, target="qwen3-235b-a22b")  # does not fit one card, and does not have to
+    assert plan_splits(big, H200, 1)[0].fits and not plan_splits(unit(target="qwen3-235b-a22b"), H200, 8)[0].fits
+    with pytest.raises(ConfigError, match="gpus_per_target=2 with target.cache: no target runs"):
+        plan_splits(unit(CACHE, "topology.gpus_per_target=2"), H200, 8)
+
+
+@pytest.mark.parametrize(("count", "wanted"), [(1, ("split", "local", 1)), (8, ("colocated", "ray", 8))])
+def test_a_run_from_a_cache_is_told_as_overrides(count: int, wanted: tuple[str, str, int]) -> None:
+    """One drafter reads ahead in this process, with as many threads as the run file says; several on Ray each read
+    their own, as `resolve` allows, whatever the run file has."""
+    other = ["topology.executor=ray", "topology.targets=3", "topology.drafters=2"]
+    for own in ([], other):
+        plan = unit(CACHE, *own)
+        (found,) = plan_splits(plan, H200, count)
+        told = splits.settings_of(plan, found, is_even=False)
+        topology = load_config(None, ["target.path=t", "data.path=d", CACHE, *own, *told]).topology
+        assert (topology.layout, topology.executor, topology.drafters) == wanted
+        assert topology.targets == (3 if own and count == 1 else 1)
+
+
+def test_the_record_says_what_has_to_be_read() -> None:
+    """Bytes a second at the planned speed, in all and on each of two hosts; no work and no time of a target."""
+    plan = dataclasses.replace(unit(CACHE), token_bytes=20_500)
+    record = plan_record(plan, H200, 16, target="t", tokens=1e9, distinct_tokens=2e8, sources={}, is_even=True)
+    read, best = record["reading"], record["best"]
+    assert read["gb_per_s"] == pytest.approx(best["tok_per_s"] * 20_500 / 1e9)
+    assert read["gb_per_s_per_host"] == pytest.approx(read["gb_per_s"] / 2)
+    assert (read["cache"], read["bytes_per_token"], read["is_ahead"]) == ("features", 20_500, False)
+    assert record["offline_cache_bytes"] == 2e8 * 20_500
+    assert not record["times_ms"]["target"] and not record["times_ms"]["transport"]
+    assert not any(name.startswith("target") for name in record["flops"]["per_token"])
+    assert set(record["memory"]) == {"drafter"}
+    json.dumps(record, allow_nan=False)
+    online = plan_record(unit(), H200, 16, target="t", tokens=1e9, distinct_tokens=2e8, sources={})
+    assert online["reading"] is None and online["times_ms"]["target"]
 
 
 # ------------------------------------------------------------------ what if
