@@ -73,8 +73,10 @@ reference: setup
 	run benchmarks.reference.prompts --out $$out/prompts --own-questions 8000 --target $$target --device cuda; \
 	run benchmarks.reference.build --target $$target --prompts $$out/prompts --out $$out; \
 	run benchmarks.reference.train --target $$target --data $$out/data --run $$out/run; \
-	run benchmarks.reference.measure --target $$target --run $$out/run --data $$out/data --sets $(EVALUATION) \
-		--out $$out/reference.json
+	run benchmarks.reference.measure --target $$target --run $$out/run --data $$out/data --max-new-tokens 384 \
+		--out $$out/reference.json; \
+	run benchmarks.reference.measure --target $$target --run $$out/run --sets $(EVALUATION) --out $$out/reference.json; \
+	run benchmarks.reference.limits --target $$target --run $$out/run --data $$out/data --out $$out/reference.json
 
 # Into build/site. Warnings are errors, broken links and anchors among them. The variable switches off a notice of the
 # theme's about other builders.

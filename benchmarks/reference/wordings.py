@@ -123,6 +123,30 @@ TASKS = (
     "How are {t} and {u} connected?", "Write a speech of one minute about {t}.",
 )  # fmt: skip
 
+OPENINGS = (
+    "A farmer", "A shop sells", "If a train", "In a class of", "A box holds", "A recipe for", "A tank",
+    "A worker earns", "Each day,", "Every week", "There are twice as many", "The sum of", "The price of", "A baker",
+    "A bus", "Half of the", "After spending", "Three friends", "A garden", "A rectangle", "My sister is",
+    "My brother has", "Our team scored", "How many", "How much does", "How long will it take", "Find the value of",
+    "Calculate", "Solve", "Simplify", "Evaluate", "What is the probability", "What is the remainder", "Let f(x)",
+    "Suppose that", "The average of", "The area of", "Write a Python function", "Write a function that takes a list",
+    "Write a function to check", "Write a function to find", "Write a function to count",
+    "Write a function to convert", "Write a function to remove", "Write a program that", "Implement a class",
+    "Here is my Python code:", "Why does this code", "Fix the bug in", "Write a SQL query",
+    "Write a regular expression", "Given a string", "Given an array", "Given two lists", "def ", "import ",
+    "Write a short story", "Write an email", "Write a blog post", "Write a poem", "Write a speech", "Write a review",
+    "Draft a letter", "Compose a", "Summarize", "Rewrite the following", "Translate", "Proofread",
+    "Edit this paragraph:", "Explain how", "Explain why", "Explain the difference between", "Describe", "Compare",
+    "Discuss", "Analyze", "Argue", "Imagine you are", "Pretend to be", "Act as a", "You are a", "Give me advice",
+    "Suggest", "Recommend", "Plan", "List", "Create a table", "Make a schedule", "Design", "Brainstorm",
+    "Come up with", "Name five", "Tell me about", "What are the main causes", "What are the benefits",
+    "What happens when", "What would happen if", "Who was", "When did", "Where does", "Which of these",
+    "Is it true that", "Can you", "Could you", "Should I", "Do you think", "I have", "I want to", "I am trying to",
+    "I need help", "I'm planning", "My boss", "My teacher", "For my homework", "Classify", "Extract",
+    "Answer the following question:", "Read the passage", "Here is a table:", "Given the text",
+)  # fmt: skip
+"""First words of a user, whose question the target goes on with."""
+
 
 def sums(random_: random.Random) -> Iterator[str]:
     """Stories and short problems with numbers, for ever; half of them ask for steps and a box."""

@@ -193,7 +193,8 @@ def test_files_and_verbs_exist(page: Path) -> None:
     """Each file of the repository, benchmark, make verb and extra that a page names is there."""
     text = page.read_text(encoding="utf-8")
     files = re.findall(r"(?<![\w/.-])((?:paceline|tests|scripts|benchmarks|docs)/[\w/-]+\.\w+)", text)
-    files += [f"benchmarks/{name}.py" for name in re.findall(r"python -m benchmarks\.(\w+)", text)]
+    modules = re.findall(r"python -m (benchmarks(?:\.\w+)+)", text)
+    files += [f"{name.replace('.', '/')}.py" for name in modules]
     wrong = [name for name in files if not (ROOT / name).is_file()]
     named = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     wrong += [name for name in re.findall(r"`(test_\w+\.py)`", text) if name not in named]

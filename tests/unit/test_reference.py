@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.reference import wordings
 from benchmarks.reference.build import answer_of, without_loops
-from benchmarks.reference.prompts import evaluation_keys, key_of, own, write
+from benchmarks.reference.prompts import documented, evaluation_keys, functions, key_of, own, self_asked, write
+from tests.toy import build_toy
 
 
 def test_prompts_of_evaluation_sets_and_repeats_are_left_out(tmp_path: Path) -> None:
@@ -62,3 +63,54 @@ def test_answers_that_loop_are_left_out(answer: list[int], is_kept: bool, tmp_pa
     assert bool(kept) == is_kept and counts.get("loops left out", 0) == (not is_kept)
     if is_kept:
         assert counts["kept, cut by the limit"] == (answer[-1] != 2) and json.loads(kept) == line
+
+
+LIBRARY = '''
+def _hidden(x):
+    """Private functions are left out, whatever they say of themselves."""
+
+def short(x):
+    """Too short."""
+
+@decorated
+def area(width: float, height: float = 1.0) -> float:
+    """Return the area of a rectangle. The sides are in metres.
+
+    >>> area(2, 3)
+    6
+    """
+    return width * height
+
+class Shape:
+    def turned(self, angle):
+        """Bound to an object: without its class it is nobody's function."""
+
+    @staticmethod
+    def sides(points):
+        """Count the sides of a polygon that is given as points."""
+        return len(points)
+'''
+
+
+def test_functions_are_asked_for_by_docstring_and_by_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without their bodies; what does not parse and what tests a library is passed over."""
+    for name, text in (("a.py", LIBRARY), ("tests/b.py", LIBRARY.replace("area", "other")), ("c.py", "def {{ x }}:")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [name for _, name, _ in documented(tmp_path)] == ["area", "sides"]
+    monkeypatch.setattr("benchmarks.reference.prompts.library_folders", lambda: [tmp_path])
+    asked = list(functions(0))
+    assert len(asked) == 4 and asked != list(functions(1)) and asked == list(functions(0))
+    whole = [text for text in asked if "def area(width: float, height: float=1.0) -> float:" in text]
+    assert len(whole) == 1 and ">>> area(2, 3)" in whole[0] and "return width" not in "".join(asked)
+    assert sum("Return the area of a rectangle." in text for text in asked) == 2
+    assert sum("metres" in text for text in asked) == 1
+
+
+def test_every_other_question_starts_with_words_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The words are part of the question; a question that does not end is left out."""
+    target = build_toy(tmp_path).target
+    monkeypatch.setattr(wordings, "OPENINGS", ("count", "list"))
+    asked = list(self_asked(str(target), 80, 0, "cpu"))
+    started = [text.startswith(("count", "list")) for text in asked]
+    assert 0 < sum(started) < len(asked) < 80
