@@ -17,6 +17,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -49,9 +50,9 @@ def measured(file: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def held_out_rows(dataset: Dataset, run: Path | None, count: int | None = None) -> list[int]:
-    """Rows that a run has kept out of its training, `eval.validate_rows` of them by default; without a run all rows."""
+    """Rows that a run has kept out of its training, `eval.validate_rows` of them by default; without a run any rows."""
     if run is None:
-        return list(range(len(dataset.lengths)))[:count]
+        return np.random.default_rng(0).permutation(len(dataset.lengths))[:count].tolist()
     config = RunFolder(run).read_config()
     return [int(row) for row in dataset.split(config.data.validation)[1][: count or config.eval.validate_rows]]
 
@@ -59,7 +60,7 @@ def held_out_rows(dataset: Dataset, run: Path | None, count: int | None = None) 
 def estimate_error(options: argparse.Namespace) -> dict[str, Any]:
     """The estimate of training (`eval.validation`) on held-out rows against real decoding of their prompts."""
     dataset = Dataset.open(options.data)
-    rows = held_out_rows(dataset, None if options.fresh else options.run)
+    rows = held_out_rows(dataset, None if options.fresh else options.run, options.rows)
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     drafter = load_any_drafter(options.run).to(device, dtype).requires_grad_(False)
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="run folder, checkpoint, or exported drafter")
     parser.add_argument("--data", type=Path, help="the data set of the run, for the error of its estimate")
     parser.add_argument("--fresh", action="store_true", help="--data was made after the run: all of it is held out")
+    parser.add_argument("--rows", type=int, help="held-out rows; by default those that training measures")
     parser.add_argument("--sets", type=Path, nargs="*", default=[])
     parser.add_argument("--limit", type=int, help="prompts of each set; all by default")
     parser.add_argument("--max-new-tokens", type=int, default=256)

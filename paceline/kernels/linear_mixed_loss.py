@@ -23,6 +23,7 @@ from paceline.kernels.linear_cross_entropy import (
     Head,
     RowLosses,
     backward_of_rows,
+    best_of_rows,
     chunk_rows,
     empty_candidates,
     host_chunk_rows,
@@ -140,7 +141,7 @@ class _LinearMixedLoss(torch.autograd.Function):
             chunk_loss, weight, hits[index], overlap[index], grad_products, grad_added = found
             if num_candidates:
                 logits = head.transformed(products.float())
-                best.logits[index], best.ids[index] = logits.topk(num_candidates, dim=1)
+                best.logits[index], best.ids[index] = best_of_rows(logits, num_candidates)
             loss += chunk_loss
             weight_sum += weight
             gradient[index] = grad_products @ head.weight

@@ -21,7 +21,7 @@ from paceline.dflash.selector import candidate_scores, walk_candidates
 from paceline.dflash.speculative import Chance
 from paceline.errors import ConfigError
 from paceline.kernels.attention import Visibility
-from paceline.kernels.linear_cross_entropy import Candidates, Head
+from paceline.kernels.linear_cross_entropy import Candidates, Head, best_of_rows
 from paceline.models.draft import (
     PLAIN_TERMS,
     Angles,
@@ -247,4 +247,4 @@ class DFlash2Drafter(DFlashDrafter):
         return Proposal(taken, probs=probs, prob_ids=None if probs is None else ids)
 
     def _candidates(self, hidden: Tensor, head: Head) -> Candidates:
-        return Candidates(*head.logits(hidden.to(head.weight.dtype)).topk(self._num_candidates, dim=-1))
+        return best_of_rows(head.logits(hidden.to(head.weight.dtype)), self._num_candidates)

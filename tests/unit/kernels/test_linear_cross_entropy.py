@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import linear_cross_entropy
-from paceline.kernels.linear_cross_entropy import DPace, Head, weighted_linear_cross_entropy
+from paceline.kernels.linear_cross_entropy import DPace, Head, best_of_rows, weighted_linear_cross_entropy
 from tests import oracles
 
 VARIANTS = [(None, 1.0), (2.0, 1.0), (None, 0.37), (1.5, 2.5)]
@@ -264,3 +264,16 @@ def test_logits_of_the_head(softcap: float | None, scale: float) -> None:
     narrow = head.to(torch.bfloat16)
     assert (narrow.weight.dtype, narrow.softcap, narrow.scale) == (torch.bfloat16, softcap, scale)
     assert narrow.logits(hidden.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(7, 384), (3, 5, 1024), (4, 300), (6, 256)])
+@pytest.mark.parametrize("num", [1, 2, 5])
+def test_the_best_of_rows_are_those_of_topk(shape: tuple[int, ...], num: int) -> None:
+    """Values in order and the tokens that have them, no token twice: in groups, with a rest that no group takes, and
+    among logits of which many are alike."""
+    generator = torch.Generator().manual_seed(0)
+    for logits in (torch.randn(shape, generator=generator), torch.randint(0, 4, shape, generator=generator).float()):
+        values, ids = best_of_rows(logits, num)
+        assert torch.equal(values, logits.topk(num, dim=-1).values)
+        assert torch.equal(logits.gather(-1, ids), values)
+        assert all(len(set(row)) == num for row in ids.flatten(0, -2).tolist())
