@@ -217,8 +217,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--per-task", type=int, default=150, help="questions of each task of reasoning-gym; 0: none")
-    parser.add_argument("--own", type=int, default=7000, help="requests in our own words")
-    parser.add_argument("--functions", type=int, default=12_000, help="functions of installed libraries")
+    parser.add_argument("--own", type=int, default=7000, help="requests in our own words; 0: none")
+    parser.add_argument("--functions", type=int, default=12_000, help="functions of installed libraries; 0: none")
     parser.add_argument("--own-questions", type=int, default=0, help="questions that the target asks; then these alone")
     parser.add_argument("--target", help="who asks them")
     parser.add_argument("--device", default="cpu")
@@ -238,8 +238,10 @@ def main() -> None:
     else:
         if options.per_task:
             parts["gym"] = gym(options.per_task, options.seed), None
-        parts["own"] = own(options.own, options.seed), options.own
-        parts["functions"] = functions(options.seed), options.functions
+        if options.own:
+            parts["own"] = own(options.own, options.seed), options.own
+        if options.functions:
+            parts["functions"] = functions(options.seed), options.functions
     for name, (prompts, wanted) in parts.items():
         counts = write(options.out, name, prompts, wanted, known)
         facts[name] = {"counts": dict(counts), "licence": LICENCES[name], "seed": options.seed}
