@@ -26,13 +26,23 @@ log = logging.getLogger(__name__)
 def generator_for(model: Any, stop_ids: Collection[int], **options: Any) -> BatchGenerator | StaticBatchGenerator:
     """The fastest generator for a Transformers causal LM on its device; options as `BatchGenerator` takes them."""
     if model.device.type == "cuda":
-        head = Head(model.get_output_embeddings().weight.detach())
-        if (reason := obstacle(model, head)) is None:
-            own = StaticBatchGenerator(model, head, stop_ids, **options)
-            if (reason := own.difference(model)) is None:
-                return own
-        log.info("answering with Transformers' own forward: %s", reason)
+        found = static_generator(model, stop_ids, **options)
+        if isinstance(found, StaticBatchGenerator):
+            return found
+        log.warning("answering with Transformers' own forward, which is slower: %s", found)
     return BatchGenerator(model, stop_ids, **options)
+
+
+def static_generator(model: Any, stop_ids: Collection[int], **options: Any) -> StaticBatchGenerator | str:
+    """The generator with a forward of our own, or why the model cannot do with it, in one line."""
+    head = Head(model.get_output_embeddings().weight.detach())
+    if (reason := obstacle(model, head)) is not None:
+        return reason
+    own = StaticBatchGenerator(model, head, stop_ids, **options)
+    try:
+        return own.difference(model) or own
+    except Exception as error:  # of a compiler, of a card that it does not know: answers can do without
+        return f"its kernels do not run here, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class LocalTarget:

@@ -32,8 +32,8 @@ TURNS = 8
 """Tokens of a row that are decoded before the host looks: those after the end of an answer are thrown away."""
 
 
-PROBE_LENGTHS = (25, 10)
-"""Tokens of the two sequences of the probe."""
+PROBE_LENGTHS = (200, 10)
+"""Tokens of the two sequences of the probe: a kernel takes the first in several steps."""
 
 
 class StaticBatchGenerator(StaticTrunk):
@@ -89,7 +89,7 @@ class StaticBatchGenerator(StaticTrunk):
         found = [self._run_prompts(padded.to(self._device), slots, lengths)]
         self._last[slots] = torch.tensor([probe[-1] for probe in probes], device=self._device)
         self._positions[slots] = lengths
-        found.append(self._run_tokens(bucket_of(1))[slots])
+        found.append(self._run_tokens()[slots])
         self._slots, self._capacity = [], 0
         for i, probe in enumerate(probes):
             wanted = model(input_ids=torch.tensor([probe], device=self._device)).logits[0, -2:].float()
@@ -160,6 +160,7 @@ class StaticBatchGenerator(StaticTrunk):
             self._rows = torch.arange(num_slots, device=self._device)
             self._last = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
             self._positions = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
+            self._is_taken = torch.zeros(num_slots, dtype=torch.bool, device=self._device)
             self._turn = torch.zeros(1, dtype=torch.int64, device=self._device)
             self._chosen = torch.zeros(TURNS, num_slots, dtype=torch.int64, device=self._device)
             self._uniform = torch.full((TURNS, num_slots), 0.5, dtype=torch.double, device=self._device)
@@ -182,12 +183,12 @@ class StaticBatchGenerator(StaticTrunk):
     def _decode(self) -> list[Request]:
         """`TURNS` tokens of every row."""
         alive = [slot for slot, row in enumerate(self._slots) if row]
-        longest = max(len(row.prompt) + len(row.answer) for row in self._slots if row)
         self._turn.zero_()
+        self._is_taken.copy_(torch.tensor([row is not None for row in self._slots]))
         if self._temperature:
             self._uniform.copy_(self._uniforms(TURNS, range(len(self._slots))))
         for _ in range(TURNS):
-            self._runner(bucket_of(longest + TURNS))
+            self._runner()
         return self._take(self._chosen.cpu().numpy()[:, alive], alive)
 
     def _uniforms(self, count: int, slots: Sequence[int]) -> Tensor:
@@ -233,25 +234,24 @@ class StaticBatchGenerator(StaticTrunk):
         ends = torch.arange(num_prompts, device=self._device) * width + lengths - 1
         return self._logits(x[ends])
 
-    def _launch(self, bucket: int) -> None:
+    def _launch(self, _: int) -> None:
         """One more token of every slot, from fixed places to fixed places."""
-        tokens = self._choose(self._run_tokens(bucket), self._uniform.index_select(0, self._turn)[0])
+        tokens = self._choose(self._run_tokens(), self._uniform.index_select(0, self._turn)[0])
         self._chosen.index_copy_(0, self._turn, tokens[None])
         self._last.copy_(tokens)
-        self._positions.add_(1).clamp_(max=self._capacity - 1)  # free slots go on, and write where nothing counts
+        self._positions.add_(1).mul_(self._is_taken)  # a free slot starts over: it reads little
         self._turn.add_(1)
 
-    def _run_tokens(self, bucket: int) -> Tensor:
+    def _run_tokens(self) -> Tensor:
         """Logits ``[B, V]`` after the last token of every slot."""
         positions = self._positions
-        visible = torch.arange(bucket, device=self._device) <= positions[:, None]
-        bias = torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~visible, float("-inf"))
+        lengths = positions + 1
         x = F.embedding(self._last, self._embedding)
         angles = self._cos[positions], self._sin[positions]
         for i, layer in enumerate(self._layers):
             query, key, value = self._call(layer.project, x, angles)
             self._keys[i].index_put_((self._rows, positions), key)
             self._values[i].index_put_((self._rows, positions), value)
-            attended = attend_slots(query, self._keys[i, :, :bucket], self._values[i, :, :bucket], bias, self._scale)
+            attended = attend_slots(query, self._keys[i], self._values[i], lengths, self._scale)
             x = self._call(layer.complete, x, attended)
         return self._logits(x)

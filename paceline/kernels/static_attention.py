@@ -1,8 +1,7 @@
 """Attention over reserved room: keys and values stand at fixed addresses, and a mask says which of them count.
 
 What a decoding step needs to be replayed from a CUDA graph: neither shapes nor addresses change while the sequence
-grows. Shape letters: R query rows, C positions of the room that are read, N query heads, M key/value heads, H head
-size.
+grows. Shape letters: R query rows, B slots, C positions of the room, N query heads, M key/value heads, H head size.
 """
 
 from __future__ import annotations
@@ -43,19 +42,30 @@ def attend_static(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sc
     return out.view(num_kv, shared, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)
 
 
-def attend_slots(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Softmax attention of one row of each of several sequences over the sequence's own room.
+def attend_slots(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Softmax attention of one row of each of several sequences over the sequence's own room, as far as it goes.
+
+    On CUDA this is the kernel of `static_attention_triton`, which reads what a row sees and nothing else.
 
     Args:
-        query: ``[B, N, H]``, rotated.
+        query: ``[B, N, H]``, rotated; the last dimension is contiguous, as it is in the others.
         key, value: ``[B, C, M, H]``; N is a multiple of M. What a row does not see may hold anything finite.
-        bias: ``[B, C]`` of the same type: 0 at what the row sees, -inf elsewhere.
+        lengths: int64 ``[B]``, at least 1: the first positions, which the row sees; above C it sees all.
     Returns: ``[B, N, H]``.
     """
+    if _has_kernels(query.device):
+        from paceline.kernels.static_attention_triton import attend  # Triton is there on CUDA hosts alone
+
+        return attend(query, key, value, lengths, scale)
     grouped = query.unflatten(1, (key.shape[2], -1))  # those that share a head of keys, as if they were its rows
     heads = grouped, key.transpose(1, 2), value.transpose(1, 2)
-    mask = bias[:, None, None].expand(*grouped.shape[:-1], -1)
-    return F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale).flatten(1, 2)
+    visible = torch.arange(key.shape[1], device=key.device) < lengths[:, None]
+    return F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None, None], scale=scale).flatten(1, 2)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether slots are attended to by a Triton kernel."""
+    return device.type == "cuda"
 
 
 def _scores(rows: Tensor, key: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.eval import static_batch
 from paceline.eval.generate import BatchGenerator, Request
-from paceline.eval.local import generator_for
+from paceline.eval.local import generator_for, static_generator
 from paceline.eval.static_batch import TURNS, StaticBatchGenerator
 from paceline.kernels.linear_cross_entropy import Head
 from tests import tiny
@@ -48,6 +48,20 @@ def test_free_slots_are_refilled() -> None:
     finished, steps = decode(generator, [long, *short])
     assert finished[-1] is long and [len(request.answer) for request in finished] == [5] * 29 + [90]
     assert steps <= 12 + -(-90 // TURNS) + 1
+
+
+def test_free_slots_start_over() -> None:
+    """What they read is short while others go on, and their room holds what they write."""
+    long, *short = [Request([9, i] * 10, 5, str(i)) for i in range(10, 14)]
+    long.max_new_tokens = 60
+    generator = StaticBatchGenerator(tiny.causal_lm("llama"), Head(tiny.causal_lm("llama").lm_head.weight), ())
+    for request in (long, *short):
+        generator.submit(request)
+    generator.step()  # the prompts
+    generator.step()
+    assert generator._positions[:4].tolist() == [20 + TURNS] * 4
+    generator.step()
+    assert generator._positions[0] == 20 + 2 * TURNS and not generator._positions[1:].any()
 
 
 def test_a_longer_request_gets_room_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +120,21 @@ def test_a_probe_finds_a_difference(part: str) -> None:
     with torch.no_grad():
         model.get_decoder().layers[-1].get_parameter(part).mul_(1.5)
     assert "in a probe the logits after" in str(generator.difference(model))
+
+
+def test_what_does_not_fit_or_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, for the log: another family, numbers that differ, kernels that do not compile."""
+    assert isinstance(static_generator(tiny.causal_lm("qwen3"), STOP_IDS), StaticBatchGenerator)
+    assert "Gemma3" in str(static_generator(tiny.causal_lm("gemma3"), STOP_IDS))
+    monkeypatch.setattr(static_batch, "TOLERANCE", {torch.float32: 0.0})
+    assert "in a probe the logits after a prompt differed" in str(static_generator(tiny.causal_lm("llama"), STOP_IDS))
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no code\nfor this card")
+
+    monkeypatch.setattr(static_batch, "attend_slots", fail)
+    reason = static_generator(tiny.causal_lm("llama"), STOP_IDS)
+    assert reason == "its kernels do not run here, RuntimeError: no code for this card"
 
 
 def test_on_a_cpu_transformers_decodes() -> None:

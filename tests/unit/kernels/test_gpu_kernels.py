@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from paceline.kernels import linear_cross_entropy
 from paceline.kernels.adamw import adamw_, squared_norm
 from paceline.kernels.linear_cross_entropy import CHUNK_ROWS, DPace, Head, weighted_linear_cross_entropy
+from paceline.kernels.static_attention import attend_slots
+from tests.unit.kernels import test_static_attention
 from tests.unit.kernels.test_adamw import BETAS, EPS, NO_FACTOR, assert_follows_torch, hyper_at, state
 from tests.unit.kernels.test_linear_cross_entropy import VARIANTS, assert_is_reference, case, shuffled_blocks
 
@@ -241,3 +243,45 @@ def test_squared_norm() -> None:
         assert torch.equal(found, squared_norm(grads))
         grads[1][5] = torch.nan
         assert squared_norm(grads).isnan()
+
+
+@pytest.mark.parametrize("dtype", test_static_attention.TOLERANCE)
+@pytest.mark.parametrize(
+    ("shared", "head_dim"), [(2, 8), (1, 16), (3, 64), (20, 64), (1, 80), (4, 96), (8, 128), (5, 256)]
+)
+def test_slots_see_their_own_lengths(dtype: torch.dtype, shared: int, head_dim: int) -> None:
+    """Of every type and size of heads, whatever stands behind: NaN is not read."""
+    capacity = test_static_attention.CAPACITY
+    lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129, capacity - 1, capacity, capacity + 9]
+    query, key, value, sizes = test_static_attention.case(3, shared, head_dim, dtype, lengths, "cuda")
+    for slot, length in enumerate(lengths):
+        key[slot, length:], value[slot, length:] = torch.nan, torch.nan
+    test_static_attention.assert_is_reference(query, key, value, sizes)
+
+
+@pytest.mark.parametrize("dtype", test_static_attention.TOLERANCE)
+def test_slots_in_a_graph(dtype: torch.dtype) -> None:
+    """Recorded once, it follows lengths, queries and rooms; bits repeat, and nothing waits for the device."""
+    first, second = (
+        test_static_attention.case(3, 3, 64, dtype, lengths, "cuda", seed)
+        for seed, lengths in enumerate(([1] * 40, list(range(1, 200, 5))))
+    )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attend_slots(*first, 0.2)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend_slots(*first, 0.2)
+    for mine, other in zip(first, second, strict=True):
+        mine.copy_(other)
+    graph.replay()
+    test_static_attention.assert_is_reference(*first)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = attend_slots(*second, 0.2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, again)

@@ -10,14 +10,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.kernels import adamw, linear_cross_entropy
+from paceline.kernels import adamw, linear_cross_entropy, static_attention
 from paceline.kernels.linear_cross_entropy import DPace, Head, weighted_linear_cross_entropy
-from tests.unit.kernels import test_adamw, test_linear_cross_entropy
+from tests.unit.kernels import test_adamw, test_linear_cross_entropy, test_static_attention
 from tests.unit.kernels.test_adamw import BETAS, EPS, NO_FACTOR, hyper_at, state
 from tests.unit.kernels.test_linear_cross_entropy import assert_is_reference, case, shuffled_blocks
 
@@ -44,14 +45,16 @@ interpreted = pytest.mark.skipif(not (INTERPRETED and HAS_TRITON), reason="run b
 
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors are given to the kernels, in chunks of 9 rows and tiles of 16 logits or 64 elements."""
-    from paceline.kernels import adamw_triton, linear_cross_entropy_triton
+    """CPU tensors are given to the kernels, in chunks of 9 rows and tiles of 16 logits, 64 elements or 16 positions."""
+    from paceline.kernels import adamw_triton, linear_cross_entropy_triton, static_attention_triton
 
     monkeypatch.setattr(linear_cross_entropy, "_has_kernels", lambda device: True)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 9)
     monkeypatch.setattr(linear_cross_entropy_triton, "BLOCK", 16)
     monkeypatch.setattr(adamw, "_has_kernels", lambda device: True)
     monkeypatch.setattr(adamw_triton, "BLOCK", 64)
+    monkeypatch.setattr(static_attention, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(static_attention_triton, "TILE_BYTES", 1)
 
 
 @interpreted
@@ -190,3 +193,36 @@ def test_a_buffer_has_the_norm_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -
         flat[start : start + size] = part
         tensors.append(part)
     assert torch.equal(adamw.squared_norm(tensors), adamw.squared_norm([flat]))
+
+
+loops = pytest.mark.skipif(
+    HAS_TRITON and tuple(map(int, version("triton").split(".")[:2])) < (3, 7),
+    reason="this Triton's interpreter ends no loop at a number that was loaded, as NumPy 2.4 refuses to",
+)
+
+
+@interpreted
+@loops
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter multiplies the bits of bfloat16
+@pytest.mark.parametrize(
+    ("num_kv", "shared", "head_dim"), [(1, 1, 8), (3, 3, 64), (2, 8, 80), (1, 20, 16), (2, 4, 256)]
+)
+def test_slots_see_their_own_lengths(num_kv: int, shared: int, head_dim: int, dtype: torch.dtype) -> None:
+    """At and beside the edges of tiles, and none of what stands behind, be it NaN."""
+    lengths = [1, 15, 16, 17, 33, test_static_attention.CAPACITY, test_static_attention.CAPACITY + 9]
+    query, key, value, sizes = test_static_attention.case(num_kv, shared, head_dim, dtype, lengths)
+    for slot, length in enumerate(lengths):
+        key[slot, length:], value[slot, length:] = torch.nan, torch.nan
+    test_static_attention.assert_is_reference(query, key, value, sizes)
+
+
+@interpreted
+@loops
+@pytest.mark.usefixtures("_kernels")
+def test_slots_with_large_scores() -> None:
+    """Scores of several thousand do not overflow, whichever tile the largest is in."""
+    query, key, value, lengths = test_static_attention.case(2, 3, 16, torch.float32, [40, 40, 40])
+    for slot, place in enumerate((0, 20, 39)):
+        key[slot, place] = query[slot, ::3] * 100
+    test_static_attention.assert_is_reference(query, key, value, lengths, 5.0)
