@@ -20,7 +20,7 @@ import typer
 
 from paceline.cli import attach
 from paceline.cli.observe import CONTROL_SOCKET, PROFILE_FOLDER
-from paceline.cli.run_state import LivePage, need_live_pages, open_run, process_state, quoted
+from paceline.cli.run_state import LivePage, holder, need_live_pages, open_run, process_state, quoted
 from paceline.config import Profiling
 from paceline.control.run_folder import RunFolder
 from paceline.control.socket import ask
@@ -94,13 +94,13 @@ def trace(
         Path | None, typer.Option(metavar="FILE", help="Where to write it; by default in RUN/profile.")
     ] = None,
 ) -> None:
-    """Record every run of every stage for some seconds, as a file for ui.perfetto.dev."""
+    """Record every run of every stage for some seconds, in all processes of all hosts, for ui.perfetto.dev."""
     if importlib.util.find_spec("perfetto") is None:  # said before the wait, not after it
         raise ConfigError("a Perfetto trace needs the package perfetto: pip install perfetto")
     run = open_run(run_dir)
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}")
-    pages = need_live_pages(run)
+    pages = _drivers(run, need_live_pages(run))
     begin = time.monotonic_ns()
     # a window of its own for each process, as its file is named by it
     windows = [(page, begin + int(1e9 * seconds) + i) for i, page in enumerate(pages)]
@@ -109,8 +109,8 @@ def trace(
             stack.enter_context(_window(run, page, until))
         typer.echo(f"tracing {seconds:g} s of process {', '.join(str(page.snapshot.pid) for page in pages)}", err=True)
         for page, until in windows:
-            events = _collected(run, page, until, begin)
-            _write(events, _place(run, out, page, len(pages)), seconds)
+            processes = _collected(run, page, until, begin)
+            _write(processes, _place(run, out, page, len(pages)), seconds)
 
 
 @app.command("torch")
@@ -126,6 +126,12 @@ def torch_window(
     events = f"{answer['events']:,} events of {answer['batches']} batches, {answer['bytes'] / 1e6:.1f} MB"
     typer.echo(f"{events}: {printable(str(answer['file']))}")
     typer.echo("open it at ui.perfetto.dev")
+
+
+def _drivers(run: RunFolder, pages: list[LivePage]) -> list[LivePage]:
+    """Those of processes that ask the others for their part: of a run on Ray the one that holds its lock."""
+    pid = holder(run)
+    return [page for page in pages if page.snapshot.pid == pid] or pages
 
 
 def _is_refused(page: LivePage) -> bool:
@@ -181,8 +187,8 @@ def _window(run: RunFolder, page: LivePage, until: int) -> Iterator[None]:
         trace_file(run.path / PROFILE_FOLDER, until).unlink(missing_ok=True)
 
 
-def _collected(run: RunFolder, page: LivePage, until: int, begin: int) -> dict[str, Any]:
-    """The events that the process has written down. Raises: PageError if it does not."""
+def _collected(run: RunFolder, page: LivePage, until: int, begin: int) -> list[dict[str, Any]]:
+    """The events that the process has written down, of itself and of others. Raises: PageError if it does not."""
     place, pid = trace_file(run.path / PROFILE_FOLDER, until), page.snapshot.pid
     deadline = until + int(1e9 * PATIENCE_S)
     while not place.exists():
@@ -195,10 +201,11 @@ def _collected(run: RunFolder, page: LivePage, until: int, begin: int) -> dict[s
                 f"`paceline top {quoted(run.path)}` still reads where its threads are"
             )
         time.sleep(POLL_S)
-    events: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
-    for thread in events["threads"]:  # those of a window that was given up are there as well
-        thread["events"] = [event for event in thread["events"] if event[2] > begin]
-    return events
+    processes: list[dict[str, Any]] = json.loads(place.read_text(encoding="utf-8"))["processes"]
+    for thread in (thread for process in processes for thread in process["threads"]):
+        # those of a window that was given up are there as well, and others hear late of its end
+        thread["events"] = [event for event in thread["events"] if event[2] > begin and event[1] < until]
+    return processes
 
 
 def _place(run: RunFolder, out: Path | None, page: LivePage, num_pages: int) -> Path:
@@ -206,12 +213,22 @@ def _place(run: RunFolder, out: Path | None, page: LivePage, num_pages: int) -> 
     return place if num_pages == 1 else place.with_stem(f"{place.stem}-{page.snapshot.pid}")
 
 
-def _write(events: dict[str, Any], place: Path, seconds: float) -> None:
+def _write(processes: list[dict[str, Any]], place: Path, seconds: float) -> None:
     from paceline.profiling.trace import write_perfetto
 
-    count = sum(len(thread["events"]) + len(thread["open"]) for thread in events["threads"])
-    write_perfetto(events, place)
-    typer.echo(f"{count:,} runs of stages in {seconds:g} s: {printable(str(place))}")
+    threads = [thread for process in processes for thread in process["threads"]]
+    count = sum(len(thread["events"]) + len(thread["open"]) for thread in threads)
+    write_perfetto(processes, place)
+    several = f" of {len(processes)} processes" if len(processes) > 1 else ""
+    typer.echo(f"{count:,} runs of stages{several} in {seconds:g} s: {printable(str(place))}")
+    for each in processes[1:]:
+        if each["clock_error_ns"]:
+            typer.echo(
+                f"{each['role']} on {printable(each['host'])}: its clock is {each['ahead_ns'] / 1e9:+.6f} s from this "
+                f"one's, known to {each['clock_error_ns'] / 1e6:.2f} ms"
+            )
+    if missing := processes[0].get("missing"):
+        typer.echo(f"not in it, as they did not answer: {', '.join(missing)}")
     typer.echo("open it at ui.perfetto.dev")
 
 

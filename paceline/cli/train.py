@@ -582,7 +582,7 @@ def _finish(run: RunFolder, report: TrainReport, as_json: bool) -> None:
 
 def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
     from paceline.models.kinds import needs_last_hidden
-    from paceline.plan.memory import GIB
+    from paceline.plan.memory import GIB, batch_bytes
     from paceline.plan.outline import read_target
     from paceline.plan.splits import memory_by_role, memory_parts, of_run
 
@@ -590,6 +590,7 @@ def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
     config = resolved.config
     target = read_target(config.target.path, config.target.revision, config.target.trust_remote_code)
     outline = of_run(resolved, target, last_hidden=needs_last_hidden(config))
+    travels = config.topology.executor == "ray" and config.topology.layout == "split"
     plan, by_role = memory_parts(outline), memory_by_role(outline)
     facts = {
         "device": config.run.device,
@@ -599,6 +600,8 @@ def _print_plan(config: RunConfig, interval_s: float, as_json: bool) -> None:
         "targets": config.topology.targets,
         "gpus_per_target": config.topology.gpus_per_target,
         "drafters": config.topology.drafters,
+        "transport": config.pipeline.transport if travels else None,
+        "transport_bytes_per_batch": batch_bytes(resolved) if travels else 0,
         "batches": len(resolved.batches),
         "batches_per_step": resolved.batches_per_step,
         "steps": resolved.total_steps,

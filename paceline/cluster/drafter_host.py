@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import paceline
-from paceline.cluster.arrays import Arrays, Packed, unpack, unpack_tokens
+from paceline.cluster.arrays import Arrays, Packed, unpack, unpack_features, unpack_tokens
 from paceline.cluster.pages import Watched
 from paceline.cluster.target_host import write_log_to
 from paceline.config import parse_config
@@ -175,9 +173,5 @@ class DrafterHost(Watched):
             with stages.GET_WAIT, stages.as_role(f"target-{self._rank}"):
                 return self._made_here(tokens)
         device = self._target.device
-        with stages.H2D_SYNC:
-            feature = unpack(arrays.context_feature).to(device)
-            last = None if arrays.last_hidden is None else unpack(arrays.last_hidden).to(device)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-        return FeatureBatch(tokens, feature, last)
+        last = None if arrays.last_hidden is None else unpack_features(arrays.last_hidden, device)
+        return FeatureBatch(tokens, unpack_features(arrays.context_feature, device), last)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import platform
 import sys
@@ -21,13 +22,17 @@ import torch
 from torch import Tensor
 
 import paceline
-from paceline.cluster.arrays import Arrays, Packed, pack, unpack, unpack_tokens
+from paceline.cluster.arrays import Arrays, Encoded, Packed, num_bytes, pack, unpack, unpack_tokens
 from paceline.cluster.pages import Watched
 from paceline.config import RunConfig, parse_config
 from paceline.errors import PacelineError
 from paceline.pipeline.lanes import Idle
 from paceline.profiling import stages
+from paceline.train.feature_cache import decode, encode
 from paceline.train.target import check_taps, load_target
+
+LOOK_TOKENS = 1024
+"""Tokens over which the error of fp8 is measured, once a process: in float32 a whole batch may not fit."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +63,26 @@ class Made:
     """What there is to say of a batch's features, beside them.
 
     Attributes:
-        context_feature, last_hidden: Type and shape of each.
+        context_feature, last_hidden: Type and shape of each, as the target made them.
+        num_bytes: Of both on their way.
         busy_s, idle_s: Seconds for making them, and without work before that.
+        error: What rounding to fp8 did to the context feature, the norm of the difference by its own; None where
+            nobody looked.
     """
 
     context_feature: tuple[str, tuple[int, ...]]
     last_hidden: tuple[str, tuple[int, ...]] | None
+    num_bytes: int
     busy_s: float
     idle_s: float
+    error: float | None = None
 
     @classmethod
-    def of(cls, arrays: Arrays, busy_s: float, idle_s: float) -> Made:
+    def of(cls, arrays: Arrays, busy_s: float, idle_s: float, error: float | None = None) -> Made:
         """What is said of these."""
         context, last = arrays
-        return cls((context.dtype, context.shape), None if last is None else (last.dtype, last.shape), busy_s, idle_s)
+        of_last = None if last is None else (last.dtype, last.shape)
+        return cls((context.dtype, context.shape), of_last, num_bytes(arrays), busy_s, idle_s, error)
 
 
 class TargetHost(Watched):
@@ -88,6 +99,7 @@ class TargetHost(Watched):
         self._folder = Path(self._config.run.dir)  # the driver's; used where this host has it as well
         self._here = threading.local()
         self._idle = Idle()
+        self._has_looked = False
         if self._folder.is_dir():
             write_log_to(self._folder / "logs" / f"{role}.log")
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -122,11 +134,13 @@ class TargetHost(Watched):
             tokens = unpack_tokens(fields)
             stages.next_batch(tokens.number)
             batch = self._target.features(tokens)
-            with stages.PREV_CPU_COPY_SYNC:
-                feature = self._on_host("context", batch.context_feature)
-                last = None if batch.last_hidden is None else self._on_host("last", batch.last_hidden)
+            num_taps, error = len(self._target.layer_ids), None
+            if self._config.pipeline.transport == "fp8" and not self._has_looked:
+                self._has_looked, error = True, _rounding_error(batch.context_feature, num_taps)
+            feature = self._packed("context", batch.context_feature, num_taps)
+            last = None if batch.last_hidden is None else self._packed("last", batch.last_hidden, 1)
             arrays = Arrays(feature, last)
-            return Made.of(arrays, time.perf_counter() - started, idle_s), arrays
+            return Made.of(arrays, time.perf_counter() - started, idle_s, error), arrays
 
     def document(self, input_ids: Packed) -> Packed:
         """Context features of a document alone."""
@@ -149,6 +163,18 @@ class TargetHost(Watched):
             if here["is_waiting"]:
                 stages.PUT_WAIT.__enter__()  # until the next call
 
+    def _packed(self, name: str, feature: Tensor, num_states: int) -> Packed | Encoded:
+        """Features ``[S, W]`` as they travel."""
+        if self._config.pipeline.transport == "target":
+            with stages.PREV_CPU_COPY_SYNC:
+                return self._on_host(name, feature)
+        with stages.PACK_HIDDEN:
+            values, scales = encode(feature, num_states, "fp8")
+        assert scales is not None, "fp8 has scales"
+        with stages.PREV_CPU_COPY_SYNC:
+            parts = self._on_host(name, values), self._on_host(f"scales of {name}", scales)
+        return Encoded(*parts, str(feature.dtype).removeprefix("torch."))
+
     def _on_host(self, name: str, tensor: Tensor) -> Packed:
         """Bytes in memory that this thread's next call uses again: Ray has copied them by then."""
         if tensor.device.type != "cuda":
@@ -160,6 +186,15 @@ class TargetHost(Watched):
         place.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
         return pack(place)
+
+
+def _rounding_error(feature: Tensor, num_states: int) -> float | None:
+    """What fp8 does to features ``[S, W]``: the norm of the difference by their own, over the first `LOOK_TOKENS`; None
+    if that is no number."""
+    whole = feature[:LOOK_TOKENS]
+    rounded = decode(*encode(whole, num_states, "fp8"), num_states, torch.float32, num_states)
+    error = float((rounded - whole.float()).norm() / whole.float().norm())
+    return error if math.isfinite(error) else None
 
 
 def write_log_to(path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import paceline
-from paceline.cluster.arrays import Arrays, AwayBatch, num_bytes, pack, pack_tokens, unpack
+from paceline.cluster.arrays import Arrays, AwayBatch, pack, pack_tokens, unpack, unpack_features
 from paceline.cluster.pages import GROUP
 from paceline.cluster.ray_cluster import SAY_S, cpus_of, tree_of, wait_for
 from paceline.cluster.target_host import Loaded, Made, TargetHost
@@ -100,6 +100,7 @@ class RemoteTargets:
         self._is_closed = False
         self._suspects: set[int] = set()
         self._idle_s = 0.0
+        self._error: float | None = None
         self.num_bytes, self.fetch_s = 0, 0.0
         self._places = [_Place(f"target-{i}") for i in range(config.topology.targets)]
 
@@ -184,15 +185,21 @@ class RemoteTargets:
         if rank != 0:
             last = None if made.last_hidden is None else _without_memory(made.last_hidden)
             batch: FeatureBatch = AwayBatch(
-                tokens, _without_memory(made.context_feature), last, rank=rank, reference=arrays
+                tokens,
+                _without_memory(made.context_feature),
+                last,
+                rank=rank,
+                reference=arrays,
+                held_bytes=made.num_bytes,
             )
         else:
-            last = None if arrays.last_hidden is None else self._here(unpack(arrays.last_hidden))
-            batch = FeatureBatch(tokens, self._here(unpack(arrays.context_feature)), last)
+            last = None if arrays.last_hidden is None else unpack_features(arrays.last_hidden, self._device)
+            batch = FeatureBatch(tokens, unpack_features(arrays.context_feature, self._device), last)
         with self._lock:
             self._suspects.discard(number)
             self._idle_s += made.idle_s
-            self.num_bytes += num_bytes(batch) if rank == 0 else 0
+            self.num_bytes += made.num_bytes if rank == 0 else 0
+            self._error = made.error if self._error is None else self._error
         return batch
 
     def document_features(self, input_ids: Tensor) -> Tensor:
@@ -209,25 +216,18 @@ class RemoteTargets:
         return unpack(self._call("target-0", None, "document", pack(input_ids))[0]).clone()
 
     def transport(self) -> dict[str, float]:
-        """What has come so far: GiB, seconds that threads waited for bytes alone, and GB a second of that."""
+        """What has come so far: GiB, seconds that threads waited for bytes alone, and GB a second of that; and, where
+        features travel in fp8, how far that rounds them."""
         with self._lock:
             rate = self.num_bytes / self.fetch_s / 1e9 if self.fetch_s else 0.0
-            return {"gib": self.num_bytes / 2**30, "fetch_s": self.fetch_s, "gb_per_s": rate}
+            rounding = {} if self._error is None else {"relative_error": self._error}
+            return {"gib": self.num_bytes / 2**30, "fetch_s": self.fetch_s, "gb_per_s": rate, **rounding}
 
     def take_idle(self) -> float:
         """Seconds since the last call in which targets had nothing to do, summed over them."""
         with self._lock:
             idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s
-
-    def _here(self, tensor: Tensor) -> Tensor:
-        """The features where the drafter wants them; a copy to a GPU is over before they are handed on."""
-        if self._device.type != "cuda":
-            return tensor
-        with stages.H2D_SYNC:
-            copied = tensor.to(self._device)
-            torch.cuda.current_stream(self._device).synchronize()
-        return copied
 
     def _call(
         self, role: str, number: int | None, method: str, *args: Any, is_for_here: bool = False

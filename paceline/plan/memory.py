@@ -124,14 +124,21 @@ def memory_of(
 
 
 def batch_bytes(resolved: ResolvedRun) -> int:
-    """Features of a micro-batch."""
+    """Features of a micro-batch on their way between processes."""
     from paceline.models.kinds import needs_last_hidden
 
-    return feature_bytes(resolved.config, resolved.draft, needs_last_hidden(resolved.config))
+    return transport_bytes(resolved.config, resolved.draft, needs_last_hidden(resolved.config))
+
+
+def transport_bytes(config: RunConfig, draft: DraftShape | DraftSizes, last_hidden: bool) -> int:
+    """Features of a micro-batch on their way, from sizes alone: as `pipeline.transport` says."""
+    dtype = "fp8" if config.pipeline.transport == "fp8" else feature_dtype(config, last_hidden)
+    states = len(draft.target_layer_ids) + last_hidden
+    return kept_bytes(int(config.pipeline.tokens_per_batch), states, draft.hidden_size, dtype)
 
 
 def feature_bytes(config: RunConfig, draft: DraftShape | DraftSizes, last_hidden: bool) -> int:
-    """Features of a micro-batch, from sizes alone."""
+    """Features of a micro-batch as the target makes them, from sizes alone."""
     states = len(draft.target_layer_ids) + last_hidden
     size = KEPT_SIZES[feature_dtype(config, last_hidden)]
     return int(config.pipeline.tokens_per_batch) * states * draft.hidden_size * size
@@ -143,7 +150,8 @@ def feature_dtype(config: RunConfig, last_hidden: bool) -> str:
 
 
 def kept_bytes(num_tokens: int, states: int, hidden_size: int, dtype: str) -> int:
-    """Features of so many tokens in an offline cache; headers and checksums add a few bytes a row.
+    """Features of so many tokens in an offline cache, or on their way; in a cache headers and checksums add a few bytes
+    a row.
 
     Args:
         states: Taps, and the last hidden state if it is kept.

@@ -322,6 +322,13 @@ def _check_targets(config: RunConfig, shape: TargetShape, layout: str) -> None:
         raise ConfigError(
             f"topology.targets={targets} with topology.layout=colocated: in turn there is one target; use layout=split"
         )
+    if config.pipeline.transport != "target" and (config.topology.executor == "local" or layout == "colocated"):
+        where = "executor=local" if config.topology.executor == "local" else "layout=colocated"
+        raise ConfigError(
+            f"pipeline.transport={config.pipeline.transport} with topology.{where}: no features travel there, and none "
+            "would be rounded; leave the key out (a run that had it goes on with --allow-change pipeline.transport), "
+            "or use executor=ray and layout=split"
+        )
     if config.topology.executor == "ray":
         _check_ray(config, layout)
         return

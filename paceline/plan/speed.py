@@ -62,6 +62,8 @@ SUM_BYTES = 10
 """Bytes a parameter and micro-batch that adding gradients up over several takes. A guess likewise."""
 STORE_GB_PER_S = 10.0
 """Copy into the object store of a host: 480 MiB in 50 ms (transport-cpu.json, ray, two loaded cores)."""
+ENCODE_BYTES, DECODE_BYTES = 31.0, 19.0
+"""Bytes a value of bfloat16 that encoding to fp8 and decoding move on a card: operations were counted, a guess."""
 NETWORK_GB_PER_S = 10.0
 """From one host's store to another's, each way. A guess; two stores on two cores did 0.9 (transport-cpu.json)."""
 COLLECTIVE_NETWORK_GB_PER_S = 50.0
@@ -220,6 +222,8 @@ def assumptions(card: Card) -> dict[str, dict[str, Any]]:
         "candidate_logit_bytes": (CANDIDATE_LOGIT_BYTES, "bytes a logit, dflash2", "a guess"),
         "sum_bytes": (SUM_BYTES, "bytes a parameter and micro-batch", "a guess"),
         "store_gb_per_s": (STORE_GB_PER_S, "GB/s", "benchmarks/results/transport-cpu.json ray, 480 MiB"),
+        "encode_bytes": (ENCODE_BYTES, "bytes a value, pipeline.transport=fp8", "a guess"),
+        "decode_bytes": (DECODE_BYTES, "bytes a value, pipeline.transport=fp8", "a guess"),
         "network_gb_per_s": (NETWORK_GB_PER_S, "GB/s between hosts' stores", "a guess"),
         "collective_network_gb_per_s": (COLLECTIVE_NETWORK_GB_PER_S, "GB/s a card between hosts", "a guess"),
         "link_share": (LINK_SHARE, "of a link's data sheet", "a guess"),

@@ -11,9 +11,19 @@ from paceline.errors import ConfigError
 from paceline.models.split import lanes, part_starts
 from paceline.plan import flops
 from paceline.plan.cards import GPUS_PER_HOST, Card
-from paceline.plan.memory import GIB, USABLE, MemoryPlan, feature_bytes, memory_of
+from paceline.plan.memory import GIB, USABLE, MemoryPlan, feature_bytes, memory_of, transport_bytes
 from paceline.plan.outline import Documents, DraftSizes, Outline, TargetSizes, with_topology
-from paceline.plan.speed import NETWORK_GB_PER_S, STORE_GB_PER_S, Times, assumptions, times, token_bytes, update_s
+from paceline.plan.speed import (
+    DECODE_BYTES,
+    ENCODE_BYTES,
+    NETWORK_GB_PER_S,
+    STORE_GB_PER_S,
+    Times,
+    assumptions,
+    times,
+    token_bytes,
+    update_s,
+)
 from paceline.plan.what_if import Layout, split_rate
 
 if TYPE_CHECKING:
@@ -124,6 +134,8 @@ def settings_of(plan: Outline, split: PlannedSplit, *, is_even: bool) -> list[st
         found.append("topology.targets=1")
     if split.gpus_per_target > 1:
         found.append(f"topology.gpus_per_target={split.gpus_per_target}")
+    if not is_split and plan.config.pipeline.transport != "target":  # nothing travels
+        found.append("pipeline.transport=target")
     if is_even:
         found.append(f"optim.tokens_per_step={split.batches_per_step * plan.slots}")
     return found
@@ -159,7 +171,7 @@ def _planned(
         rate = split_rate(targets, drafters, target_s, drafter_s)
         limit = "targets" if targets / target_s < drafters / drafter_s else "drafters"
         if hosts > 1:  # features that a drafter of another host gets, by each host's way out
-            features = feature_bytes(plan.config, plan.draft, plan.last_hidden)
+            features = transport_bytes(plan.config, plan.draft, plan.last_hidden)
             most = hosts * 1e9 * NETWORK_GB_PER_S / (features * (hosts - 1) / hosts)
             rate, limit = (most, "network") if most < rate else (rate, limit)
     tok_per_s = rate * plan.tokens
@@ -190,10 +202,15 @@ def _cached_layout(count: int) -> Layout:
 
 def transport(plan: Outline, card: Card) -> tuple[float, float]:
     """Seconds that a micro-batch's features take of a target and of a drafter: to the host and into its store, and from
-    there. Nothing of it is hidden behind other work, as far as the plan goes."""
-    features = feature_bytes(plan.config, plan.draft, plan.last_hidden)
+    there; with fp8 also what encoding and decoding move on the card. Nothing of it is hidden behind other work, as far
+    as the plan goes."""
+    features = transport_bytes(plan.config, plan.draft, plan.last_hidden)
     over = features / (1e9 * card.host_gb_per_s)
-    return over + features / (1e9 * STORE_GB_PER_S), over
+    encode_s = decode_s = 0.0
+    if plan.config.pipeline.transport == "fp8":
+        values = plan.slots * (len(plan.draft.target_layer_ids) + plan.last_hidden) * plan.draft.hidden_size
+        encode_s, decode_s = (values * size / card.bytes_per_s for size in (ENCODE_BYTES, DECODE_BYTES))
+    return encode_s + over + features / (1e9 * STORE_GB_PER_S), over + decode_s
 
 
 # ------------------------------------------------------------------ memory
@@ -248,6 +265,9 @@ def memory_by_role(plan: Outline) -> dict[str, dict[str, int]]:
         "activations": parts.activation_bytes,
     }
     one = feature_bytes(plan.config, plan.draft, plan.last_hidden)
+    encoded = 0  # beside what it is made from, and what it becomes
+    if plan.config.pipeline.transport == "fp8":
+        encoded = transport_bytes(plan.config, plan.draft, plan.last_hidden)
     if plan.config.topology.layout != "split" or plan.is_cached:
         weights = drafter["weights"] + parts.target_bytes
         role = "drafter" if plan.is_cached else "colocated"
@@ -257,13 +277,13 @@ def memory_by_role(plan: Outline) -> dict[str, dict[str, int]]:
         "weights": max(target_weights(plan)),
         "optimizer": 0,
         "activations": _prefill_bytes(plan),
-        "channel": one * (lanes(count) if count > 1 else 1),
+        "channel": (one + encoded) * (lanes(count) if count > 1 else 1),
     }
     if plan.config.target.server is not None:  # threads that ask
         target = {**nothing, "channel": 0}
     return {
         "target": target,
-        "drafter": {**drafter, "channel": one},
+        "drafter": {**drafter, "channel": one + encoded},
         "host": {**nothing, "channel": parts.queue_bytes},
     }
 

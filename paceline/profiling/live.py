@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,13 @@ class Others(Protocol):
     def places(self) -> dict[str, dict[str, Any]]:
         """Where each role runs: ``pid``, ``host`` and ``device``."""
 
+    def trace(self, left_ns: int) -> None:
+        """Have all keep the runs of their stages for so long; does not wait for them."""
+
+    def events(self) -> list[dict[str, Any]]:
+        """What they kept, as `stages.collect_events` has it but by this process's clock, with ``role``, ``host``, how
+        far the clock there was ``ahead_ns``, and ``clock_error_ns``: how wrong that may be."""
+
 
 class Reporter:
     """Prints and records each interval while profiling is on.
@@ -76,7 +84,7 @@ class Reporter:
         self._page, self._folder, self._show = page, folder, show
         self._control = Control.of(page.words[layout.CONTROL])
         self._first: Snapshot | None = None
-        self._trace_until = 0
+        self._trace_until = self._told_until = 0
         self._has_failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="profiler", daemon=True)
@@ -209,49 +217,27 @@ class Reporter:
             )
 
     def _trace(self) -> None:
-        """Write down the events of a window that is over."""
-        until = self._page.words[layout.TRACE_UNTIL]
-        if until and until != self._trace_until and time.monotonic_ns() >= until:
+        """Tell the other processes of a window that has begun, and write down the events of one that is over."""
+        until, now = self._page.words[layout.TRACE_UNTIL], time.monotonic_ns()
+        if until > now and until != self._told_until and self._others is not None:
+            self._told_until = until
+            self._others.trace(until - now)
+        if until and until != self._trace_until and now >= until:
             self._trace_until = until
+            processes = [stages.collect_events(self._page, until)]
+            if self._others is not None:
+                elsewhere = self._others.events() if self._told_until == until else []
+                missing = sorted(set(self._others.places()) - {each["role"] for each in elsewhere})
+                own = {"role": "drafter-0", "host": platform.node(), "missing": missing}
+                processes = [processes[0] | own, *elsewhere]
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 place = trace_file(self._folder, until)
                 partial = place.with_name(f".{place.name}.{os.getpid()}")
-                partial.write_text(json.dumps(collect_events(self._page, until)), encoding="utf-8")
+                partial.write_text(json.dumps({"processes": processes}), encoding="utf-8")
                 os.replace(partial, place)
             except OSError as error:
                 log.warning("the trace cannot be written below %s: %s", self._folder, error.strerror)
-
-
-def collect_events(page: Page, until_ns: int) -> dict[str, Any]:
-    """Every stage that ended in the trace window, by thread, and those that are open; monotonic nanoseconds.
-
-    An event is ``[stage number, begin, end, depth, batch]``.
-    """
-    snapshot = page.snapshot()
-    threads = stages.take_left_events(page)
-    for recorder in stages.recorders():
-        if recorder.page is page:
-            events, recorder.events = recorder.events, type(recorder.events)(maxlen=recorder.events.maxlen)
-            frames = enumerate(list(recorder.stack))
-            still = [[frame[0], frame[1], until_ns, depth, recorder.batch] for depth, frame in frames]
-            threads.append(
-                {
-                    "role": recorder.role,
-                    "thread": recorder.thread,
-                    "tid": recorder.tid,
-                    "events": [list(event) for event in list(events)],  # one may still come in
-                    "open": [frame for frame in still if frame[1] < until_ns],
-                }
-            )
-    return {
-        "pid": snapshot.pid,
-        "until_ns": until_ns,
-        "monotonic_ns": snapshot.taken_ns,
-        "epoch_ns": snapshot.epoch_ns,
-        "stages": list(snapshot.stage_names),
-        "threads": threads,
-    }
 
 
 def _num_runs(thread: Any) -> int:

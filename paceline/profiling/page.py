@@ -476,11 +476,15 @@ def _identity(pid: int) -> tuple[int, int, int]:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()  # the name before it may hold anything
         started = 0 if fields[0] in "ZX" else int(fields[19])  # a zombie runs no more
-    boot = 0
+    return pid, started, boot_number()
+
+
+def boot_number() -> int:
+    """Of the running kernel: processes that have the same one have one monotonic clock. 0: unknown."""
     with contextlib.suppress(OSError, ValueError):
         text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        boot = int(text.strip()[:15].replace("-", ""), 16)
-    return pid, started, boot
+        return int(text.strip()[:15].replace("-", ""), 16)
+    return 0
 
 
 def _cut(text: str, size: int = NAME_BYTES) -> str:

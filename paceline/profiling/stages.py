@@ -462,6 +462,37 @@ def recorders() -> list[Recorder]:
         return list(_recorders)
 
 
+def collect_events(page: Page, until_ns: int) -> dict[str, Any]:
+    """Every stage that ended in the trace window, by thread, and those that are open; monotonic nanoseconds.
+
+    An event is ``[stage number, begin, end, depth, batch]``.
+    """
+    snapshot = page.snapshot()
+    threads = take_left_events(page)
+    for recorder in recorders():
+        if recorder.page is page:
+            events, recorder.events = recorder.events, type(recorder.events)(maxlen=recorder.events.maxlen)
+            frames = enumerate(list(recorder.stack))
+            still = [[frame[0], frame[1], until_ns, depth, recorder.batch] for depth, frame in frames]
+            threads.append(
+                {
+                    "role": recorder.role,
+                    "thread": recorder.thread,
+                    "tid": recorder.tid,
+                    "events": [list(event) for event in list(events)],  # one may still come in
+                    "open": [frame for frame in still if frame[1] < until_ns],
+                }
+            )
+    return {
+        "pid": snapshot.pid,
+        "until_ns": until_ns,
+        "monotonic_ns": snapshot.taken_ns,
+        "epoch_ns": snapshot.epoch_ns,
+        "stages": list(snapshot.stage_names),
+        "threads": threads,
+    }
+
+
 @contextlib.contextmanager
 def named_thread(name: str) -> Iterator[None]:
     """While entered, the operating system shows the thread by this name (15 bytes of it); workers that it starts

@@ -1,4 +1,4 @@
-"""A trace window as a Perfetto file: a row for each thread and role, and arrows that follow the batches.
+"""A trace window as a Perfetto file: a row for each thread and role, of all processes, and arrows that follow batches.
 
 Native protobuf, not JSON: ui.perfetto.dev opens it at any size, and `trace_processor` takes SQL. A slice is one run of
 a stage; the arrow of a batch goes from where its target was done with it to where the drafter began on it, so its
@@ -17,10 +17,13 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.files import staged_file
-from paceline.profiling.stages import GET_WAIT, MODEL_FORWARD, PACK_HIDDEN
+from paceline.profiling.stages import GET_WAIT, MODEL_FORWARD, PACK_HIDDEN, REMOTE_WAIT
 
 PACKETS_AT_ONCE = 4096
 """Packets that are turned into bytes together; a window of a long run does not fit into memory twice."""
+
+MAX_PIDS = 1 << 22
+"""Numbers that Linux gives processes and threads at most; the file has room for 511 hosts of them."""
 
 _BATCH_IID, _OPEN_IID = 1, 2
 
@@ -55,18 +58,39 @@ class _Track:
     slices: list[_Slice]
 
 
-def write_perfetto(events: dict[str, Any], out: Path) -> None:
-    """Write what `live.collect_events` found as a Perfetto trace, whole or not at all.
+@dataclass
+class _Process:
+    """One process of the window.
+
+    Attributes:
+        pid, first_tid: Of another host they have that host's number on top: ids are of one host alone.
+        base: The first of its ids for tracks, from which no other process's are less than 2^24 away.
+        sequence: Id of its packets.
+    """
+
+    name: str
+    pid: int
+    first_tid: int
+    stages: list[str]
+    tracks: list[_Track]
+    base: int
+    sequence: int
+
+
+def write_perfetto(processes: list[dict[str, Any]], out: Path) -> None:
+    """Write what `stages.collect_events` found as a Perfetto trace, whole or not at all.
 
     Stages that were open when the window ended end with it and carry the note ``open``. Call it on the machine and in
-    the boot that the events are of: the file ties their clock to the boot clock, the one that system traces go by.
+    the boot that the first process is of: the file ties its clock to the boot clock, the one that system traces go by.
+    Args:
+        processes: All by the clock of the first one; with ``role`` and ``host`` where there are several.
     Raises: TraceError if the file cannot be written, or the package that writes it is not there.
     """
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
     except ImportError as error:
         raise TraceError(f"a Perfetto trace needs the package perfetto ({error}): pip install perfetto") from error
-    packets = _packets(pb, events)
+    packets = _packets(pb, processes)
     try:
         with staged_file(out) as partial, open(partial, "wb") as file:
             while chunk := list(itertools.islice(packets, PACKETS_AT_ONCE)):
@@ -75,45 +99,62 @@ def write_perfetto(events: dict[str, Any], out: Path) -> None:
         raise TraceError(f"the trace {out} cannot be written: {error.strerror or error}") from error
 
 
-def _packets(pb: Any, events: dict[str, Any]) -> Iterator[Any]:
-    """All packets of one sequence, in an order in which each only needs what stands before it."""
-    pid, stages = events["pid"], events["stages"]
-    tracks = _tracks(events)
-    # ids that differ between processes and windows: files may be joined end to end
-    digest = hashlib.blake2b(f"{pid} {events['until_ns']}".encode(), digest_size=5).digest()
-    base = int.from_bytes(digest, "little") << 24
-    sequence = int.from_bytes(digest[:4], "little") or 1
-    _connect(tracks, stages, base)
+def _packets(pb: Any, found: list[dict[str, Any]]) -> Iterator[Any]:
+    """All packets, a sequence for each process, in an order in which each only needs what stands before it."""
+    hosts = list(dict.fromkeys(each.get("host") for each in found))
+    processes = [_process(each, hosts.index(each.get("host"))) for each in found]
+    _connect(processes)
+    for process in processes:
+        yield from _of_process(pb, process, found[0])
 
+
+def _process(events: dict[str, Any], host: int) -> _Process:
+    # ids that differ between processes and windows: files may be joined end to end
+    seed = f"{events['pid']} {events['until_ns']}" + (f" {events['host']}" if host else "")
+    digest = hashlib.blake2b(seed.encode(), digest_size=5).digest()
+    return _Process(
+        name=f"{events['role']} on {events['host']}" if "role" in events else "paceline train",
+        pid=events["pid"] + host * MAX_PIDS,
+        first_tid=host * MAX_PIDS,
+        stages=events["stages"],
+        tracks=_tracks(events),
+        base=int.from_bytes(digest, "little") << 24,
+        sequence=int.from_bytes(digest[:4], "little") or 1,
+    )
+
+
+def _of_process(pb: Any, process: _Process, clock: dict[str, Any]) -> Iterator[Any]:
+    """Args: clock: The process whose clock all times are by."""
+    base, sequence = process.base, process.sequence
     first = pb.TracePacket(trusted_packet_sequence_id=sequence)
     first.sequence_flags = pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
     first.trace_packet_defaults.timestamp_clock_id = pb.BUILTIN_CLOCK_MONOTONIC
-    for number, name in enumerate(stages):
+    for number, name in enumerate(process.stages):
         first.interned_data.event_names.add(iid=number + 1, name=name)
     for iid, name in ((_BATCH_IID, "batch"), (_OPEN_IID, "open")):
         first.interned_data.debug_annotation_names.add(iid=iid, name=name)
     yield first
-    yield _clocks(pb, events, sequence)
+    yield _clocks(pb, clock, sequence)
 
-    process = pb.TracePacket(trusted_packet_sequence_id=sequence)
-    process.track_descriptor.uuid = base
-    process.track_descriptor.process.pid = pid
-    process.track_descriptor.process.process_name = "paceline train"
-    yield process
+    described = pb.TracePacket(trusted_packet_sequence_id=sequence)
+    described.track_descriptor.uuid = base
+    described.track_descriptor.process.pid = process.pid
+    described.track_descriptor.process.process_name = process.name
+    yield described
     seen: set[int] = set()
-    for number, track in enumerate(tracks, start=1):
+    for number, track in enumerate(process.tracks, start=1):
         descriptor = pb.TracePacket(trusted_packet_sequence_id=sequence)
         descriptor.track_descriptor.uuid = base + number
         if track.tid in seen:  # a thread in two roles: stages of one begin in the other's and outlast them
             descriptor.track_descriptor.parent_uuid = base
             descriptor.track_descriptor.name = track.name
         else:
-            descriptor.track_descriptor.thread.pid = pid
-            descriptor.track_descriptor.thread.tid = track.tid
+            descriptor.track_descriptor.thread.pid = process.pid
+            descriptor.track_descriptor.thread.tid = process.first_tid + track.tid
             descriptor.track_descriptor.thread.thread_name = track.name
         seen.add(track.tid)
         yield descriptor
-    for number, track in enumerate(tracks, start=1):
+    for number, track in enumerate(process.tracks, start=1):
         yield from _slices(pb, track, base + number, sequence)
 
 
@@ -162,29 +203,31 @@ def _nested(slices: list[_Slice]) -> list[_Slice]:
     return slices
 
 
-def _connect(tracks: list[_Track], stages: list[str], base: int) -> None:
+def _connect(processes: list[_Process]) -> None:
     """An arrow for every batch of which both ends are in the window."""
     made: dict[int, _Slice] = {}
-    for each in _of_role(tracks, "target"):
-        if stages[each.stage] in (MODEL_FORWARD.name, PACK_HIDDEN.name) and not each.is_open:
+    for each, name in _of_role(processes, "target"):
+        if name in (MODEL_FORWARD.name, PACK_HIDDEN.name) and not each.is_open:
             if each.batch not in made or each.end_ns > made[each.batch].end_ns:
                 made[each.batch] = each
     begun: dict[int, _Slice] = {}
-    for each in _of_role(tracks, "drafter"):
+    for each, name in _of_role(processes, "drafter"):
         source = made.get(each.batch)
-        if source is None or stages[each.stage] == GET_WAIT.name or each.begin_ns < source.end_ns:
+        if source is None or name in (GET_WAIT.name, REMOTE_WAIT.name) or each.begin_ns < source.end_ns:
             continue  # the wait for the next batch still has the number of the last
         if each.batch not in begun or each.begin_ns < begun[each.batch].begin_ns:
             begun[each.batch] = each
     for number, batch in enumerate(sorted(begun), start=1):
-        made[batch].flows.append(base + number)
-        begun[batch].ends_flows.append(base + number)
+        made[batch].flows.append(processes[0].base + number)
+        begun[batch].ends_flows.append(processes[0].base + number)
 
 
-def _of_role(tracks: list[_Track], kind: str) -> Iterator[_Slice]:
-    for track in tracks:
-        if track.role.startswith(kind):
-            yield from (each for each in track.slices if each.batch >= 0)
+def _of_role(processes: list[_Process], kind: str) -> Iterator[tuple[_Slice, str]]:
+    """Slices that have a batch, with the names of their stages."""
+    for process in processes:
+        for track in process.tracks:
+            if track.role.startswith(kind):
+                yield from ((each, process.stages[each.stage]) for each in track.slices if each.batch >= 0)
 
 
 def _slices(pb: Any, track: _Track, uuid: int, sequence: int) -> Iterator[Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.train import goes_on
 from paceline.control.socket import ask
 from paceline.errors import ConfigError, PipelineError
 from tests.integration.test_training import assert_same_bits, same_training
@@ -108,6 +112,96 @@ def test_a_host_that_is_lost_changes_nothing(
     assert_same_bits(straight[0], run_dir)
 
 
+FP8 = ("topology.executor=ray", "topology.layout=split", "pipeline.transport=fp8")
+
+
+def assert_rounded(seen: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """The same batches, with losses near those of features that were not rounded, but not the same."""
+    assert [line["batch"] for line in seen] == [line["batch"] for line in wanted]
+    assert all(one["loss"] == pytest.approx(other["loss"], rel=0.02) for one, other in zip(seen, wanted, strict=True))
+    assert sum(one["loss"] != other["loss"] for one, other in zip(seen, wanted, strict=True)) > len(seen) / 2
+
+
+@pytest.mark.slow
+def test_features_may_travel_in_fp8(toy: Toy, straight: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """Losses are near the others, and a byte comes for every value of two taps, with four for each scale."""
+    report, lines = train(toy.config(tmp_path / "run", *LONGER, *FP8, "topology.targets=2"))
+    assert_rounded(lines, straight[1])
+    told = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    came = next(line for line in told if line["event"] == "transport")
+    assert came["gib"] * 2**30 == report.ledger["issued"] * 128 * 2 * (32 + 4)
+    assert 0.005 < came["relative_error"] < 0.05
+
+
+@pytest.mark.slow
+def test_a_run_in_fp8_goes_on_in_fp8(toy: Toy, tmp_path: Path) -> None:
+    """A stop changes no bit, whatever the number of targets, and nothing goes on unrounded unasked."""
+    calm, stopped = tmp_path / "calm", tmp_path / "stopped"
+    train(toy.config(calm, *LONGER, *FP8, "topology.targets=2"))
+    halves = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 9 else None  # noqa: E731
+    train(toy.config(stopped, *LONGER, *FP8), halves)
+    with pytest.raises(ConfigError, match=r"pipeline\.transport: the run was started with 'fp8', now 'target'"):
+        goes_on(toy.config(stopped, *LONGER))
+    assert goes_on(toy.config(stopped, *LONGER), ["pipeline.transport"]).pipeline.transport == "target"
+    train(toy.config(stopped, *LONGER, *FP8))
+    assert_same_bits(calm, stopped)
+
+
+@pytest.mark.slow
+def test_a_trace_has_all_processes_by_one_clock(
+    toy: Toy, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts, of which one has its clock an hour ahead: its work lies within the calls that the driver made."""
+    pytest.importorskip("perfetto")
+    from paceline.cluster.target_host import TargetHost
+    from paceline.profiling import page, stages
+    from tests.unit.profiling.test_trace import read
+
+    class Ahead(TargetHost):
+        def __init__(self, tree: dict[str, Any], role: str) -> None:
+            if role == "target-1":
+                real = time.monotonic_ns
+                time.monotonic_ns = stages._clock = lambda: real() + 3600 * 10**9
+                page.boot_number = lambda: 1
+            super().__init__(tree, role)
+
+    monkeypatch.setattr("paceline.cluster.targets.TargetHost", Ahead)
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    cluster.wait_for_nodes()
+    run_dir, out = tmp_path / "run", tmp_path / "x.pftrace"
+    command = [sys.executable, "-m", "paceline", "profile", "trace", str(run_dir), "--seconds", "1", "--out", str(out)]
+    tracing: list[subprocess.Popen[str]] = []
+
+    def trace(step: int) -> None:
+        if step == 5:
+            tracing.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        if step > 5 and tracing[0].poll() is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    remote = ("topology.executor=ray", f"topology.address={cluster.address}", "topology.targets=2")
+    train(toy.config(run_dir, *remote, "data.epochs=20000", "eval.validate_every=100000"), trace)
+    said = tracing[0].communicate()[0]
+    assert tracing[0].returncode == 0, said
+    (line,) = re.findall(r"target-1 on .*: its clock is \+3600\.\d+ s from this one's, known to ([\d.]+) ms", said)
+    assert "runs of stages of 3 processes in 1 s" in said and "target-0 on" not in said
+    found, slack = read(out), 1e6 * (float(line) + 0.01)
+    names = sorted(name.split(" on ")[0] for name in found.processes.values())
+    assert names == ["drafter-0", "target-0", "target-1"]
+    asked: dict[int | None, int] = {}
+    answered: dict[int | None, int] = {}
+    for each in found.slices:
+        if each.track.startswith("lane"):
+            asked |= {each.batch: each.end} if each.name == "read_batch" else {}
+            answered |= {each.batch: each.end} if each.name == "remote_wait" else {}
+    for role, late in (("target-0", 0.0), ("target-1", slack)):
+        made = [each for each in found.of(role) if each.name == "model_forward"]
+        made = [each for each in made if each.batch in asked and each.batch in answered]
+        assert len(made) > 3
+        for each in made:
+            assert asked[each.batch] - late <= each.begin <= each.end <= answered[each.batch] + late
+    assert {source.track for source, _ in found.arrows()} == {"target-0", "target-1"}
+
+
 GROUP = ("optim.tokens_per_step=512", "topology.executor=ray", "topology.drafters=2")
 
 
@@ -144,6 +238,13 @@ def test_two_drafters_beside_their_target_train_as_one(toy: Toy, alone: list[dic
     report, lines = train(toy.config(tmp_path / "run", *GROUP, "topology.layout=split"))
     assert_close(lines, alone)
     assert report.ledger["trained"] == report.ledger["issued"]
+
+
+@pytest.mark.slow
+def test_two_drafters_get_the_same_rounded_features(toy: Toy, tmp_path: Path) -> None:
+    """Each decodes its own: the losses are those of one drafter that gets them rounded."""
+    lines = train(toy.config(tmp_path / "two", *GROUP, *FP8[1:]))[1]
+    assert_close(lines, train(toy.config(tmp_path / "one", GROUP[0], *FP8))[1])
 
 
 @pytest.mark.slow

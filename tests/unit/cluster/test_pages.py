@@ -12,6 +12,7 @@ import pytest
 
 from paceline.cli import observe
 from paceline.cluster.pages import RemotePages, Watched
+from paceline.profiling import page as layout
 from paceline.profiling import stages
 from paceline.profiling.live import STAGES_FILE, Reporter
 from paceline.profiling.page import Snapshot
@@ -104,3 +105,68 @@ def test_a_table_has_the_threads_of_all_processes(host: Watched, tmp_path: Path)
     assert shown[-1].count("model_forward") == 2  # this process's page stands for the other one's too
     lines = (tmp_path / "profile" / STAGES_FILE).read_text().splitlines()
     assert [json.loads(line)["stages"]["model_forward"]["count"] for line in lines if "target-0" in line] == [1, 1]
+
+
+AHEAD_NS = 3600 * 10**9
+"""Of the clock of another host."""
+
+
+class Far:
+    """A process of another host, whose clock is an hour ahead; it has one run of a stage, of the present moment."""
+
+    def __init__(self) -> None:
+        self.asked = self.left_ns = self.moment_ns = 0
+
+    def trace(self, left_ns: int) -> None:
+        self.left_ns = left_ns
+
+    def events(self) -> dict[str, Any]:
+        self.moment_ns = time.monotonic_ns()
+        now = self.moment_ns + AHEAD_NS
+        threads = [{"role": "target-0", "thread": "t", "tid": 1, "events": [[0, now - 7, now, 0, 3]], "open": []}]
+        return {"pid": 1, "until_ns": now, "monotonic_ns": now, "epoch_ns": 5, "stages": ["a"], "threads": threads}
+
+    def clock(self) -> tuple[int, int]:
+        self.asked += 1
+        return 12, time.monotonic_ns() + AHEAD_NS
+
+
+def test_clocks_of_other_hosts_are_set_to_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the quickest question; times are then right to half of what that took, and who is gone is left out."""
+    monkeypatch.setattr("paceline.cluster.pages.ANSWER_S", 60.0)
+    ray, far = FakeRay(), Far()
+    actors = {"target-0": Actor(lambda: far), "target-1": Actor(Far)}
+    actors["target-1"].kill()
+    pages = RemotePages(ray, lambda: actors, lambda: {"target-0": {"pid": 1, "host": "there", "device": "cpu"}})
+    pages.trace(10**9)
+    (found,) = pages.events()
+    assert far.left_ns == 10**9 and far.asked == 8
+    assert (found["role"], found["host"]) == ("target-0", "there")
+    wrong = found["clock_error_ns"]
+    assert wrong > 0 and abs(found["ahead_ns"] - AHEAD_NS) <= wrong
+    ((_, begin, end, _, batch),) = found["threads"][0]["events"]
+    assert abs(end - far.moment_ns) <= wrong and end - begin == 7 and batch == 3
+    assert found["until_ns"] == found["monotonic_ns"] == end
+
+
+def test_a_process_keeps_its_runs_of_stages_while_it_is_traced(host: Watched) -> None:
+    """They come once, by the same clock on the same host, and unasked none do."""
+    pages = RemotePages(FakeRay(), lambda: {"target-0": Actor(lambda: host)}, dict)
+    with stages.as_role("target-0"), stages.MODEL_FORWARD:
+        pass
+    assert pages.events() == []
+    pages.trace(100 * 10**9)
+    assert host._page is not None
+    deadline = time.monotonic() + 30
+    while not host._page.words[layout.TRACE_UNTIL] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    began = time.monotonic_ns()
+    with stages.as_role("target-0"), stages.MODEL_FORWARD:
+        stages.next_batch(6)
+    ended = time.monotonic_ns()
+    (found,) = pages.events()
+    runs = [event for thread in found["threads"] for event in thread["events"]]
+    assert [(found["stages"][stage], depth, batch) for stage, _, _, depth, batch in runs] == [("model_forward", 0, 6)]
+    assert began <= runs[0][1] <= runs[0][2] <= ended and found["until_ns"] <= time.monotonic_ns()
+    assert found["ahead_ns"] == found["clock_error_ns"] == 0
+    assert pages.events() == []

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.arrays import Arrays, pack, pack_tokens, unpack
+from paceline.cluster.arrays import Arrays, Encoded, num_bytes, pack, pack_tokens, unpack, unpack_features
 from paceline.cluster.ray_cluster import Needs, _places
 from paceline.cluster.target_host import Made, TargetHost
 from paceline.profiling import stages
+from paceline.train.feature_cache import decode, encode
 from paceline.train.target import load_target
 from tests import tiny
 from tests.toy import Toy
@@ -53,6 +54,32 @@ def test_a_target_in_parts_answers_several_calls_at_a_time(toy: Toy, tmp_path: A
     assert host._page is not None
     stages.close_run(host._page, host._page.path.parent)
     torch.set_num_threads(before)
+
+
+def test_features_leave_in_fp8_where_that_is_asked_for(toy: Toy, tmp_path: Any) -> None:
+    """Context feature and last hidden state as a cache would keep them; the first batch tells how far they are off."""
+    config = toy.config(
+        tmp_path / "run", "target.layer_ids=[1,3]", "target.dtype=float32", "draft.dtype=float32", "loss.kl=0.5",
+        "pipeline.transport=fp8", "target.packing=per_document",
+    )  # fmt: skip
+    host = TargetHost(config.model_dump(mode="json"), "target-0")
+    assert host.load().problem is None and host._page is not None
+    stages.close_run(host._page, host._page.path.parent)
+    row = tiny.row([20, 9], 32, seed=1, number=4)
+    wanted = load_target(config).features(row)
+    made, arrays = host.features(pack_tokens(row))
+    for part, feature, states in ((arrays.context_feature, wanted.context_feature, 2),
+                                  (arrays.last_hidden, wanted.last_hidden, 1)):  # fmt: skip
+        assert isinstance(part, Encoded) and feature is not None
+        values, scales = encode(feature, states, "fp8")
+        found = unpack_features(part, torch.device("cpu"))
+        assert torch.equal(found, decode(values, scales, states, torch.float32, states))
+    assert made.context_feature == ("float32", (32, 64)) and made.last_hidden == ("float32", (32, 32))
+    assert made.num_bytes == num_bytes(arrays) == 32 * 3 * (32 + 4)
+    assert made.error is not None and 0.005 < made.error < 0.05
+    assert host.features(pack_tokens(row))[0].error is None
+    ids = torch.arange(1, 9)
+    assert torch.equal(unpack(host.document(pack(ids))), host._target.document_features(ids))  # validation's: unrounded
 
 
 def test_room_is_counted_by_hosts_for_targets_over_several_gpus() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster.arrays import Arrays, AwayBatch, pack, unpack_tokens
+from paceline.cluster.arrays import Arrays, AwayBatch, Encoded, pack, unpack_tokens
 from paceline.cluster.target_host import Loaded, Made
 from paceline.cluster.targets import RemoteTargets
 from paceline.config import RunConfig, load_config
@@ -21,6 +21,7 @@ from paceline.pipeline.channel import ChannelClosed
 from paceline.pipeline.coordinator import Coordinator
 from paceline.pipeline.local import open_stream
 from paceline.records import TokenBatch
+from paceline.train.feature_cache import encode
 from tests.unit.cluster.fake_ray import Actor, FakeRay
 
 
@@ -246,6 +247,28 @@ def test_what_is_for_another_rank_does_not_come_here() -> None:
     assert isinstance(theirs, AwayBatch) and theirs.rank == 1 and theirs.context_feature.device.type == "meta"
     assert theirs.num_bytes == mine.num_bytes and theirs.tokens.number == 5
     assert setting.ray.get(theirs.reference).context_feature.shape == (6, 2)
+
+
+def test_features_that_come_in_fp8_are_decoded_here() -> None:
+    """The drafter sees the target's type; what travels and waits elsewhere is counted as encoded."""
+
+    class Rounding(Host):
+        def features(self, fields: dict[str, Any]) -> tuple[Made, Arrays]:
+            tokens = unpack_tokens(fields)
+            feature = torch.full((len(tokens.input_ids), 2), float(tokens.number), dtype=torch.bfloat16)
+            values, scales = encode(feature, 1, "fp8")
+            assert scales is not None
+            arrays = Arrays(Encoded(pack(values), pack(scales), "bfloat16"), None)
+            return Made.of(arrays, busy_s=0.5, idle_s=0.25, error=0.03 if tokens.number == 4 else None), arrays
+
+    setting = Setting(Rounding)
+    setting.targets._rank_of = lambda number: number % 2
+    setting.targets.start("head")
+    mine, theirs = setting.targets.make(4), setting.targets.make(5)
+    assert mine.context_feature.dtype == theirs.context_feature.dtype == torch.bfloat16
+    assert mine.context_feature.tolist() == [[4.0, 4.0]] * 6
+    assert setting.targets.num_bytes == 6 * (2 + 4) and setting.targets.transport()["relative_error"] == 0.03
+    assert mine.num_bytes - theirs.num_bytes == 6 * (4 - 6)
 
 
 def test_documents_are_asked_of_any_process() -> None:

@@ -121,6 +121,16 @@ def test_short_runs_take_small_steps(toy: Toy) -> None:
             ConfigError,
             r"gpus_per_target=2 with executor=ray and topology\.layout=colocated",
         ),
+        (
+            ["pipeline.transport=fp8"],
+            ConfigError,
+            r"transport=fp8 with topology\.executor=local: .* --allow-change pipeline\.transport",
+        ),
+        (
+            ["pipeline.transport=fp8", "topology.executor=ray", "topology.drafters=2", "topology.layout=colocated"],
+            ConfigError,
+            r"transport=fp8 with topology\.layout=colocated: no features travel",
+        ),
         (["draft.kind=dflash3"], ConfigError, r"draft\.kind='dflash3' is no drafter kind; there is dflash"),
         (["draft.options={rank: 3}"], ConfigError, r"draft\.options=\{'rank': 3\}"),
         (["data.max_length=20"], DataError, r"has a row of \d+ tokens, above data\.max_length=20"),

@@ -105,6 +105,28 @@ def test_transport_and_exchange_slow_a_split_down(monkeypatch: pytest.MonkeyPatc
     assert {s.limit for s in plan_splits(plan, H200, 16)[1:]} == {"network"}
 
 
+def test_features_in_fp8_travel_in_half_the_bytes() -> None:
+    """Host, store and network carry fewer; the cards hold an encoded batch more, and those in turn none."""
+    plan, small = unit(), unit("pipeline.transport=fp8")
+    full, half = plan.slots * 5 * 4096 * 2, plan.slots * 5 * (4096 + 4)
+    out_s, in_s = splits.transport(plan, H200)
+    fp8_out_s, fp8_in_s = splits.transport(small, H200)
+    values = plan.slots * 5 * 4096
+    assert fp8_out_s == pytest.approx(out_s * half / full + values * speed.ENCODE_BYTES / H200.bytes_per_s)
+    assert fp8_in_s == pytest.approx(in_s * half / full + values * speed.DECODE_BYTES / H200.bytes_per_s)
+    assert fp8_out_s + fp8_in_s < out_s + in_s
+    before, after = (memory_by_role(with_topology(each, "split", 2, 2)) for each in (plan, small))
+    for role in ("target", "drafter"):
+        assert after[role]["channel"] - before[role]["channel"] == half
+    assert after["host"] == before["host"]
+    together = with_topology(plan, "colocated", 1, 4), with_topology(small, "colocated", 1, 4)
+    assert memory_by_role(together[0]) == memory_by_role(together[1])
+    for split in plan_splits(small, H200, 4):
+        overrides = ["pipeline.transport=fp8", *splits.settings_of(small, split, is_even=False)]
+        config = load_config(None, ["target.path=t", "data.path=d", *overrides])
+        assert config.pipeline.transport == ("fp8" if split.layout == "split" else "target")
+
+
 # ------------------------------------------------------------------ memory, and what is best
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.profiling import live, stages
 from paceline.profiling import page as layout
-from paceline.profiling.live import STAGES_FILE, Reporter, collect_events, trace_file
+from paceline.profiling.live import STAGES_FILE, Reporter, trace_file
 from paceline.profiling.page import Control, Page
 from paceline.profiling.stages import as_role
 from tests.unit.profiling.conftest import Clock
@@ -314,7 +314,7 @@ def test_a_window_of_events_is_written_when_it_is_over(clock: Clock, page: Page,
             began = clock.now
             clock.pass_s(20)
             reporter.look()
-    found = json.loads(trace_file(folder, until).read_text())
+    (found,) = json.loads(trace_file(folder, until).read_text())["processes"]
     (thread,) = found["threads"]
     runs = [(found["stages"][number], end - begin, *rest) for number, begin, end, *rest in thread["events"]]
     assert runs == [("recompute", 2 * 10**9, 1, 7), ("backward", 3 * 10**9, 0, 7)]
@@ -327,15 +327,52 @@ def test_a_window_of_events_is_written_when_it_is_over(clock: Clock, page: Page,
     assert not trace_file(folder, until).exists()  # once
 
 
+def test_other_processes_have_their_part_of_a_window(clock: Clock, page: Page, folder: Path) -> None:
+    """They are told once how long it lasts, and asked when it is over; those that say nothing are named."""
+
+    class Others:
+        told: list[int] = []
+
+        def trace(self, left_ns: int) -> None:
+            self.told.append(left_ns)
+
+        def events(self) -> list[dict[str, Any]]:
+            return [{"role": "target-1", "host": "far", "threads": []}]
+
+        def places(self) -> dict[str, dict[str, Any]]:
+            return {"target-0": {}, "target-1": {}}
+
+    others = Others()
+    reporter = Watched(page, folder)
+    reporter._others = others  # type: ignore[assignment]  # the part of it that a window needs
+    until = clock.now + 10 * 10**9
+    page.words[layout.TRACE_UNTIL] = until
+    clock.pass_s(1)
+    reporter.look()
+    reporter.look()
+    assert others.told == [9 * 10**9]
+    clock.pass_s(10)
+    reporter.look()
+    own, other = json.loads(trace_file(folder, until).read_text())["processes"]
+    assert own["pid"] == os.getpid() and own["role"] == "drafter-0" and own["missing"] == ["target-0"]
+    assert other == {"role": "target-1", "host": "far", "threads": []}
+    late = clock.now + 10**9
+    page.words[layout.TRACE_UNTIL] = late
+    clock.pass_s(2)
+    reporter.look()  # over before it was seen: nobody else has kept anything
+    (own,) = json.loads(trace_file(folder, late).read_text())["processes"]
+    assert own["missing"] == ["target-0", "target-1"] and len(others.told) == 1
+
+
 def test_events_are_bounded(clock: Clock, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a window and however short the stages, a thread keeps the last so many."""
     monkeypatch.setattr(stages, "MAX_EVENTS", 50)
     page.words[layout.TRACE_UNTIL] = clock.now + 10**18
     work(clock, 0.001, runs=200)
-    (thread,) = collect_events(page, clock.now)["threads"]
+    (thread,) = stages.collect_events(page, clock.now)["threads"]
     assert len(thread["events"]) == 50 and thread["events"][-1][2] == clock.now
     work(clock, 0.001, runs=200)
-    assert len(collect_events(page, clock.now)["threads"][0]["events"]) == 50
+    assert len(stages.collect_events(page, clock.now)["threads"][0]["events"]) == 50
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning(

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
-from paceline.profiling import live, stages
 from paceline.profiling import page as layout
+from paceline.profiling import stages
 from paceline.profiling.trace import TraceError, write_perfetto
 from tests.toy import Toy, train
 
@@ -43,11 +43,13 @@ class Read:
     """What a file says.
 
     Attributes:
+        pid, process: Of the last process; `processes`: names of all by number.
         threads: Names of thread tracks by thread id; `extra`: names of tracks below the process.
     """
 
     pid: int = 0
     process: str = ""
+    processes: dict[int, str] = field(default_factory=dict)
     threads: dict[int, str] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
@@ -74,19 +76,19 @@ def read(path: Path) -> Read:
     known.DiscardUnknownFields()
     assert known.ByteSize() == trace.ByteSize() == len(data)
     found, tracks = Read(), dict[int, str]()
-    names: dict[int, str] = {}
-    notes: dict[int, str] = {}
+    names_of: dict[int, dict[int, str]] = {}
+    notes_of: dict[int, dict[int, str]] = {}
     stacks: dict[int, list[Slice]] = {}
     last: dict[int, int] = {}
-    is_cleared = False
-    sequences = {packet.trusted_packet_sequence_id for packet in trace.packet}
-    assert len(sequences) == 1 and 0 not in sequences
     for packet in trace.packet:
+        sequence = packet.trusted_packet_sequence_id
+        assert sequence != 0
         if packet.sequence_flags & pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED:
-            is_cleared = True
+            assert sequence not in names_of  # one process each
             assert packet.trace_packet_defaults.timestamp_clock_id == pb.BUILTIN_CLOCK_MONOTONIC
-            names = {each.iid: each.name for each in packet.interned_data.event_names}
-            notes = {each.iid: each.name for each in packet.interned_data.debug_annotation_names}
+            names_of[sequence] = {each.iid: each.name for each in packet.interned_data.event_names}
+            notes_of[sequence] = {each.iid: each.name for each in packet.interned_data.debug_annotation_names}
+        names, notes = names_of[sequence], notes_of[sequence]
         if packet.HasField("clock_snapshot"):
             found.clocks = {clock.clock_id: clock.timestamp for clock in packet.clock_snapshot.clocks}
         if packet.HasField("track_descriptor"):
@@ -94,6 +96,8 @@ def read(path: Path) -> Read:
             assert track.uuid not in tracks
             if track.HasField("process"):
                 found.pid, found.process = track.process.pid, track.process.process_name
+                assert found.pid not in found.processes
+                found.processes[found.pid] = found.process
                 tracks[track.uuid] = "process"
             elif track.HasField("thread"):
                 assert track.thread.pid == found.pid and track.thread.tid not in found.threads
@@ -104,7 +108,7 @@ def read(path: Path) -> Read:
                 found.extra.append(track.name)
         if not packet.HasField("track_event"):
             continue
-        assert is_cleared and packet.sequence_flags & pb.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
+        assert packet.sequence_flags & pb.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
         event, stack = packet.track_event, stacks.setdefault(packet.track_event.track_uuid, [])
         assert last.get(event.track_uuid, 0) <= packet.timestamp
         last[event.track_uuid] = packet.timestamp
@@ -126,6 +130,7 @@ def read(path: Path) -> Read:
             assert event.type == pb.TrackEvent.TYPE_SLICE_END
             stack.pop().end = packet.timestamp
     assert not any(stacks.values())  # every begin has its end
+    assert len(found.processes) == len(names_of)
     return found
 
 
@@ -148,7 +153,7 @@ def window(*threads: dict[str, Any], until: int = 1000) -> dict[str, Any]:
 
 
 def written(tmp_path: Path, *threads: dict[str, Any], until: int = 1000) -> Read:
-    write_perfetto(window(*threads, until=until), tmp_path / "x.pftrace")
+    write_perfetto([window(*threads, until=until)], tmp_path / "x.pftrace")
     return read(tmp_path / "x.pftrace")
 
 
@@ -254,6 +259,32 @@ def test_an_arrow_follows_each_batch(tmp_path: Path) -> None:
     ]
 
 
+def test_processes_of_all_hosts_are_in_one_file(tmp_path: Path) -> None:
+    """Named after role and host; ids of another host, which may be the same, are moved apart, and arrows cross."""
+    driver = window(
+        thread("drafter-0", "MainThread", 10, [[FORWARD, 50, 60, 0, 4], [FORWARD, 70, 80, 0, 5]]),
+        thread("lane-0", "target-0", 11, []),
+    )
+    other_stages = ["spare", *STAGES]  # numbers are a process's own
+    target = window(thread("target-0", "t", 11, [[1 + MODEL, 30, 40, 0, 4], [1 + MODEL, 41, 60, 0, 5]]), until=999)
+    rank = window(thread("drafter-1", "d", 20, [[1 + FORWARD, 65, 69, 0, 5]]), until=1001)
+    write_perfetto(
+        [
+            driver | {"role": "drafter-0", "host": "here"},
+            target | {"role": "target-0", "host": "there", "stages": other_stages},
+            rank | {"role": "drafter-1", "host": "here", "stages": other_stages, "pid": 78},
+        ],
+        tmp_path / "x.pftrace",
+    )
+    found = read(tmp_path / "x.pftrace")
+    far = 77 + (1 << 22)
+    assert found.processes == {77: "drafter-0 on here", far: "target-0 on there", 78: "drafter-1 on here"}
+    assert found.threads[11 + (1 << 22)] == "target-0" and found.threads[11] == "lane-0"
+    assert [each.name for each in found.of("target-0")] == ["model_forward", "model_forward"]
+    arrows = sorted((a.track, a.end, b.track, b.begin, b.batch) for a, b in found.arrows())
+    assert arrows == [("target-0", 40, "drafter-0", 50, 4), ("target-0", 60, "drafter-1", 65, 5)]
+
+
 def test_clocks_are_those_of_the_machine(tmp_path: Path) -> None:
     """Events are in monotonic time, tied to the boot clock and to the calendar at one moment."""
     found = written(tmp_path, thread("target-0", "target-0", 11, []), until=time.monotonic_ns())
@@ -266,7 +297,7 @@ def test_files_of_two_processes_can_be_joined(tmp_path: Path) -> None:
     """Track, flow and sequence ids of another process, or of another window, are others."""
     ids = []
     for number, content in enumerate((window(), window() | {"pid": 78}, window(until=2000))):
-        write_perfetto(content, tmp_path / str(number))
+        write_perfetto([content], tmp_path / str(number))
         trace = pb.Trace.FromString((tmp_path / str(number)).read_bytes())
         sequence = trace.packet[0].trusted_packet_sequence_id
         ids.append((sequence, next(p.track_descriptor.uuid for p in trace.packet if p.HasField("track_descriptor"))))
@@ -329,10 +360,10 @@ def test_a_real_run_makes_a_real_trace(toy: Toy, tmp_path: Path, layout_name: st
         if step == 3:
             page.words[layout.TRACE_UNTIL] = time.monotonic_ns() + 10**12
         if step == 12:
-            found.update(live.collect_events(page, time.monotonic_ns()))
+            found.update(stages.collect_events(page, time.monotonic_ns()))
 
     train(toy.config(tmp_path / "run", f"topology.layout={layout_name}"), at_step)
-    write_perfetto(found, tmp_path / "x.pftrace")
+    write_perfetto([found], tmp_path / "x.pftrace")
     trace = read(tmp_path / "x.pftrace")
     names = {each.name for each in trace.slices}
     assert {"read_batch", "model_forward", "forward", "layers", "backward", "optimizer", "log"} <= names
@@ -355,7 +386,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
         with pytest.raises(TraceError, match="x.pftrace cannot be written: File too large"):
-            write_perfetto(window(thread("target-0", "target-0", 11, events)), place)
+            write_perfetto([window(thread("target-0", "target-0", 11, events))], place)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["x.pftrace"] and place.read_text() == "old"
@@ -364,12 +395,12 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     """An impossible place is an error of ours, not a traceback."""
     with pytest.raises(TraceError, match="nowhere.*No such file"):
-        write_perfetto(window(), tmp_path / "nowhere" / "x.pftrace")
+        write_perfetto([window()], tmp_path / "nowhere" / "x.pftrace")
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the command, and nothing is written."""
     monkeypatch.setitem(sys.modules, "perfetto.protos.perfetto.trace", None)
     with pytest.raises(TraceError, match="pip install perfetto"):
-        write_perfetto(window(), tmp_path / "x.pftrace")
+        write_perfetto([window()], tmp_path / "x.pftrace")
     assert not list(tmp_path.iterdir())
