@@ -87,7 +87,7 @@ class Answerer(Protocol):
         """The next turn of a conversation.
 
         Args:
-            key: Row and turn; random numbers hang on it.
+            key: File name, row and turn; random numbers hang on it.
         Raises: Rejection if this conversation cannot be answered; any other exception ends the run.
         """
 
@@ -289,7 +289,8 @@ async def regenerate(
 
     async def answer_one(name: str, record: Record) -> None:
         async def ask(turn: int, messages: list[dict[str, Any]]) -> Answer:
-            answer = await answerer.answer(f"{name} turn {turn}", messages, conversation.tools)
+            # without the folder: the same file elsewhere gets the same random numbers
+            answer = await answerer.answer(f"{os.path.basename(name)} turn {turn}", messages, conversation.tools)
             on_answer(answer)
             return answer
 

@@ -200,6 +200,6 @@ def test_features_of_a_row_are_those_of_a_fresh_forward(
         for row, tokens in enumerate([[1, 2, 3, 4, 20], [7, 8, 9, 10, 11, 12, 13, 14, 21]]):
             alone.prefill(tokens)
             seen = torch.cat([features[row], kept[row], last[row]])
-            torch.testing.assert_close(seen, alone.features(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(seen, alone.features(), atol=1e-4, rtol=1e-4)
             wanted: Tensor = alone.next_logits(tokens)
-            torch.testing.assert_close(logits[row, -1], wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(logits[row, -1], wanted, atol=1e-4, rtol=1e-4)

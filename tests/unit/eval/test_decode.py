@@ -189,7 +189,8 @@ def test_rejected_tokens_leave_no_trace(
     """
     target = cached_target(family)
     model = transformers.AutoModelForCausalLM.from_pretrained(target_folder(family))
-    for prompt in prompts:
+    # with one token more no family has a best logit within 2e-4 of the next; without, gemma2 has one within 6e-6
+    for prompt in [*prompts[:3], [*prompts[3], 6]]:
         plain = plain_decode(target, prompt, 40, ())
         drafter = MostlyRightDrafter(plain.tokens)
         with torch.inference_mode():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.kernels.static_attention import attend_slots
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest error as a share of the result's norm."""
 
 CAPACITY = 200

@@ -148,7 +148,7 @@ def test_the_loss_is_that_of_its_parts(head: str) -> None:
     assert found.hits.tolist() == hits.tolist()
     assert model.part_names(LossTerms(mix)) == ("overlap", "confidence_loss")
     sums = [(targets.weights * each).sum().item() for each in (overlap, wrong)]
-    assert [part.item() for part in found.parts] == pytest.approx(sums, rel=1e-5)
+    assert [part.item() for part in found.parts] == pytest.approx(sums, rel=1e-4)
 
 
 def test_the_first_token_is_predicted_from_the_anchor() -> None:

@@ -22,6 +22,8 @@ from tests import tiny
 
 LENGTHS = (37, 3, 24)  # 3: shorter than the convolution
 EDGES = (0, 37, 40, 64)
+ROUNDING = 1e-4
+"""Of eight layers of random weights: a processor gives up to 6e-6, a wrong edge more than 1."""
 FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", *gated_delta._ONE_TOKEN)
 
 
@@ -172,7 +174,7 @@ def test_split_mixers_keep_documents_apart(family: str) -> None:
     with split.documents(EDGES):
         packed = run(trunk, ids_of(), EDGES)
     assert split.edges is None
-    assert worst(packed, trunk) < 5e-6
+    assert worst(packed, trunk) < ROUNDING
 
 
 def test_each_thread_has_its_own_edges() -> None:
@@ -233,8 +235,8 @@ def test_kernels_that_take_edges_keep_documents_apart(family: str, monkeypatch: 
     assert all(seen["cu_seqlens"] is kwargs["cu_seq_lens_q"] for seen in fake.seen)  # fla caches by identity
     assert all(seen["chunk_indices"] is kwargs["chunk_indices"] for seen in fake.seen)
     for (a, b), alone in zip(pairwise(EDGES), wanted, strict=True):
-        assert float((packed[a:b] - alone).norm() / alone.norm()) < 5e-6
-        assert float((packed[a:b][:4] - alone[:4]).norm() / alone[:4].norm()) < 5e-6
+        assert float((packed[a:b] - alone).norm() / alone.norm()) < ROUNDING
+        assert float((packed[a:b][:4] - alone[:4]).norm() / alone[:4].norm()) < ROUNDING
 
 
 def test_without_edges_the_kernels_see_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +246,7 @@ def test_without_edges_the_kernels_see_one_document(monkeypatch: pytest.MonkeyPa
     wanted = run(trunk, ids)
     fake = install(monkeypatch, trunk)
     enable(trunk)
-    torch.testing.assert_close(run(trunk, ids), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(trunk, ids), wanted, rtol=1e-4, atol=1e-4)
     assert fake.seen and all(seen["cu_seqlens"] is None for seen in fake.seen)
     with torch.no_grad():
         cache = transformers.DynamicCache(config=trunk.config)
@@ -270,7 +272,7 @@ def test_chunks_are_for_kernels_known_to_take_them(version: str, names: int, mon
     edges = torch.tensor(EDGES)
     kwargs = forward_kwargs(edges)
     assert len(kwargs) == names and kwargs["cu_seq_lens_q"] is not edges
-    assert worst(run(trunk, ids_of(), EDGES, **kwargs), trunk) < 5e-6
+    assert worst(run(trunk, ids_of(), EDGES, **kwargs), trunk) < ROUNDING
 
 
 def test_chunks_are_counted_document_by_document() -> None:

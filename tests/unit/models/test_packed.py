@@ -31,7 +31,7 @@ def test_flex_features_are_those_of_documents_alone(family: str, tmp_path: Path)
     for lengths, seed in (((5, 17, 1, 60), 1), ((120,), 2), ((64, 64), 3)):
         tokens = tiny.row(lengths, 128, seed=seed)
         found, wanted = packed.features(tokens).context_feature, alone.features(tokens).context_feature
-        assert float((found - wanted).norm() / wanted.norm()) < 2e-6
+        assert float((found - wanted).norm() / wanted.norm()) < 2e-5
         assert not found[tokens.num_tokens :].any()
     ids = tokens.input_ids[:64]
     torch.testing.assert_close(packed.document_features(ids), alone.document_features(ids), rtol=1e-4, atol=1e-5)

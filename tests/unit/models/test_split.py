@@ -190,7 +190,8 @@ def test_parts_change_no_bit_of_other_families(name: str, packing: str, tmp_path
     ids = torch.arange(1, 20)
     with torch.no_grad():
         states = model.get_decoder()(input_ids=ids[None], output_hidden_states=True, use_cache=False).hidden_states
-    torch.testing.assert_close(split.document_features(ids), torch.cat([each[0] for each in states[1:4]], -1))
+    wanted = torch.cat([each[0] for each in states[1:4]], -1)
+    torch.testing.assert_close(split.document_features(ids), wanted, rtol=0, atol=1e-4)
 
 
 def test_documents_edges_reach_the_kernels_of_every_part(

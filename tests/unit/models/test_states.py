@@ -38,7 +38,7 @@ def test_both_paths_give_the_same_states(fields: dict[str, Any], is_causal: bool
     trained, decoded = training_states(drafter, blocks), decode_states(drafter, blocks)
     assert list(trained) == list(decoded) == ["layer 0", "layer 1", "norm"]
     for name, state in trained.items():
-        torch.testing.assert_close(decoded[name], state, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(decoded[name], state, atol=1e-4, rtol=1e-4)
     assert all(not layer._forward_hooks for layer in drafter.layers)
 
 
