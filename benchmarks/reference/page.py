@@ -201,9 +201,11 @@ class Page:
         if estimate:
             error = self.result["estimate_error"]
             lines += [
-                f"The estimate of training on its held-out rows ended at {number(estimate['estimate'], 2)}; decoding "
-                f"the prompts of these {number(estimate['prompts'])} rows gave {number(estimate['measured'], 2)}. The "
-                f"estimate is off by {number(100 * error, 1)} %. The goal was {100 * ESTIMATE_GOAL:g} % at most: "
+                "The acceptance length that training estimates without decoding, on "
+                f"{number(estimate['prompts'])} rows {estimate['rows']}, is {number(estimate['estimate'], 2)}; "
+                "decoding their prompts gave "
+                f"{number(estimate['measured'], 2)} ({estimate['where']}). The estimate is off by "
+                f"{number(100 * error, 1)} %. The goal was {100 * ESTIMATE_GOAL:g} % at most: "
                 f"{'reached' if abs(error) <= ESTIMATE_GOAL else 'not reached'}.", "",
             ]  # fmt: skip
         if points:
@@ -499,24 +501,24 @@ def replaced(page: str, part: str) -> str:
     return before + part + (f"\n## {after}" if after else "")
 
 
-def read() -> Page | None:
-    """The page of the committed results; None without ``reference.json``."""
+def read() -> Page:
+    """The page of the committed results."""
 
     def record(name: str) -> Any:
         file = RESULTS / name
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     result = record("reference.json")
-    return Page(result, record("recipes-h200.json"), record("kinds-h200.json")) if result else None
+    if result is None:
+        raise SystemExit(
+            f"{RESULTS / 'reference.json'} is not there: `make reference` makes it on a machine with a GPU"
+        )
+    return Page(result, record("recipes-h200.json"), record("kinds-h200.json"))
 
 
 def main() -> None:
     """Write the page's part and the charts; charts of earlier results go."""
     page = read()
-    if page is None:
-        raise SystemExit(
-            f"{RESULTS / 'reference.json'} is not there: `make reference` makes it on a machine with a GPU"
-        )
     PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), page.text), encoding="utf-8")
     folder = PAGE.parent / CHARTS
     folder.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 from paceline import api
 from paceline.report.page import duration
 
-EPOCHS = 6
+EPOCHS = 5
 
 SHOWN = ("step", "loss", "acceptance_length_est", "validation_acceptance_length", "tok_per_s")
 
