@@ -4,7 +4,8 @@
 
 Both generators answer the same prompts, in our own words, after a warm-up of some of them that counts apart: compiling,
 recording, and the making of the room. A step is one token of all slots, all at one length; what attention takes of it
-is measured by the same calls without the rest of the layers, replayed alike. `seen_gib` are the keys and values that
+is measured by the same calls without the rest of the layers, replayed alike, and what choosing the tokens takes by
+itself. `seen_gib` are the keys and values that
 count for it; on a CPU, where both generators run as they are, the whole room is read.
 """
 
@@ -27,7 +28,7 @@ from benchmarks import timing
 from benchmarks.reference import prompts
 from paceline import __version__
 from paceline.data.regenerate import prompt_ids
-from paceline.eval.generate import MAX_SLOTS, BatchGenerator, Request, cache_budget
+from paceline.eval.generate import MAX_SLOTS, BatchGenerator, Request, cache_budget, choose
 from paceline.eval.static import obstacle
 from paceline.eval.static_batch import TURNS, StaticBatchGenerator
 from paceline.kernels.graphs import RECORDING_CALLS, GraphRunner
@@ -113,6 +114,23 @@ def steps(generator: StaticBatchGenerator, options: argparse.Namespace) -> list[
     return rows
 
 
+@torch.inference_mode()
+def choices(num_slots: int, vocab_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of the choice of a token of every slot among random logits."""
+    logits = 3 * torch.randn(num_slots, vocab_size, device=options.device)
+    uniform = torch.rand(num_slots, dtype=torch.double, device=options.device)
+    found = {}
+    for name, settings in {"greedy": (0.0, 1.0), "temperature 0.7": (0.7, 1.0), "top-p 0.8 of it": (0.7, 0.8)}.items():
+
+        def chosen(_: int, settings: tuple[float, float] = settings) -> None:
+            choose(logits, uniform, *settings)
+
+        runner = GraphRunner(chosen, f"a choice, {name}", "on" if options.device.type == "cuda" else "off")
+        found[name] = timed(runner, options, RECORDING_CALLS, 1)
+    print(json.dumps(found), flush=True)
+    return found
+
+
 def timed(work: Callable[[], Any], options: argparse.Namespace, first_calls: int, parts: int) -> dict[str, float]:
     """Milliseconds of a part of the work, after calls that do not count."""
     found = timing.measure(work, options.seconds, options.seconds / 4, device=options.device, compile_calls=first_calls)
@@ -155,6 +173,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["same_answers_frac"] = sum(one == other for one, other in pairs) / len(pairs)
         found["speedup"] = found["slots"]["tok_per_s"] / found["transformers"]["tok_per_s"]
         found["steps"] = steps(generator, options)
+        found["choice_ms"] = choices(options.slots, len(head.weight), options)
     return found
 
 

@@ -3,10 +3,11 @@
     python -m benchmarks.recipes --target DIR --data DIR --variants kinds --steps 300 --out FILE
     python -m benchmarks.recipes --target DIR --data DIR --variants FILE.json --base FILE.json ...
 
-Each variant is a run of the product (`run_training`) with some keys of the same base changed, at as many steps as the
-others; with `--equal-time NAME` also at as many as fit into the time that the named variant took. The drafter of the
-last step decodes the prompts as `paceline eval` does. A file of variants is a JSON list of objects with a `name` and
-dotted keys. Numbers of one call belong together; seconds do so only on a quiet machine.
+Each variant is a run of the product (`run_training`) with some keys of the same base changed, over as many tokens as
+the others (as many steps, but where a variant says what a step holds); with `--equal-time NAME` also over as many as
+fit into the time that the named variant took. The drafter of the last step decodes the prompts as `paceline eval` does
+(`--limit 0`: not at all). A file of variants is a JSON list of objects with a `name` and dotted keys. Numbers of one
+call belong together; seconds do so only on a quiet machine.
 """
 
 from __future__ import annotations
@@ -82,20 +83,25 @@ class Lines(TrainProgress):
 def train(variant: dict[str, Any], options: argparse.Namespace, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     """One run; where its drafter is, and what it took."""
     keys = options.keys | {key: value for key, value in variant.items() if "." in key} | {
-        "run.dir": str(folder), "run.device": options.device, "run.seed": seed, "run.max_steps": steps,
+        "run.dir": str(folder), "run.device": options.device, "run.seed": seed,
         "target.path": options.target, "data.path": options.data,
     }  # fmt: skip
+    token_share = options.keys["optim.tokens_per_step"] / keys["optim.tokens_per_step"]
+    keys["run.max_steps"] = max(1, round(steps * token_share))
     config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
     lines = Lines()
     if options.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
     report = run_training(config, lines)
+    whole_s = time.perf_counter() - started
     times = lines.times[min(5, len(lines.times) // 3) :]
     seconds = [b - a for a, b in zip(times[:-1], times[1:], strict=True)]
     return {
         "seed": seed,
         "steps": report.step,
         "ms_per_step": round(1e3 * statistics.median(seconds), 2),
+        "seconds": round(whole_s, 1),
         "tokens": report.tokens,
         "loss": round(statistics.mean(line["loss"] for line in lines.lines[-20:]), 4),
         "estimated_acceptance_length": report.best_acceptance_length,
@@ -134,7 +140,9 @@ def main() -> None:
     variants = KINDS if options.variants == "kinds" else json.loads(Path(options.variants).read_text(encoding="utf-8"))
     variants = [each for each in variants if not options.only or each["name"] in options.only]
     options.keys = BASE if options.base is None else json.loads(options.base.read_text(encoding="utf-8"))
-    prompts = encode_prompts(read_prompts(options.prompts, options.limit), load_tokenizer(options.target))
+    prompts = []
+    if options.limit:
+        prompts = encode_prompts(read_prompts(options.prompts, options.limit), load_tokenizer(options.target))
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else f"{torch.get_num_threads()} cores"
     out: dict[str, Any] = {
         "command": f"python -m benchmarks.recipes --target DIR --data DIR --variants {options.variants} "
@@ -151,7 +159,9 @@ def main() -> None:
             run = train(variant, options, steps, seed, Path(work) / "run")
             drafter = load_drafter(Path(work) / "run")
             parameters = sum(p.numel() for p in drafter.parameters())
-            row = {**variant, "equal": equal, "parameters": parameters, **run, **decoded(drafter, options, prompts)}
+            row = {**variant, "equal": equal, "parameters": parameters, **run}
+            if prompts:
+                row |= decoded(drafter, options, prompts)
         out["results"].append(row)
         print(json.dumps(row), flush=True)
         options.out.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
@@ -162,7 +172,8 @@ def main() -> None:
         reference = rows.get(options.equal_time)
         for variant in variants:
             if reference is not None and variant["name"] != options.equal_time:
-                ratio = reference["ms_per_step"] / rows[variant["name"]]["ms_per_step"]
+                other = rows[variant["name"]]
+                ratio = reference["ms_per_step"] * reference["steps"] / (other["ms_per_step"] * other["steps"])
                 measure(variant, max(1, round(options.steps * ratio)), seed, "time")
 
 

@@ -1,19 +1,22 @@
 """The reference data: the target answers the prompts itself, answers that loop are left out, the rest becomes rows.
 
-    python -m benchmarks.reference.build --target MODEL --prompts DIR --out DIR [--max-new-tokens 384]
+    python -m benchmarks.reference.build --target MODEL --prompts DIR --out DIR [--max-new-tokens 384] [--minutes 5]
 
 `--prompts` is what `benchmarks.reference.prompts` wrote; `--out` gets ``answers/`` (`paceline regenerate`; gone on with
 where it was ended), ``kept/`` (without loops), ``data/`` (`paceline prepare`) and ``data.json`` with counts, licences,
 versions and the command. A small target falls into loops; a drafter learns those first, and they flatter its
-acceptance.
+acceptance. Where a GPU is lent for a while, `--minutes` takes what is answered by then.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
+import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -37,15 +40,16 @@ def answer_of(line: dict[str, Any]) -> list[int]:
     return ids
 
 
-def without_loops(answers: Path, kept: Path, stop_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Copy a folder of answers without those that end in a loop; counts, by kind of prompt where that is known."""
+def without_loops(answers: Path, kept: Path, stop_ids: tuple[int, ...]) -> dict[str, dict[str, int]]:
+    """Copy a folder of answers without those that end in a loop; counts, by the file of the prompts."""
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)
     shutil.copy(answers / "regenerate.json", kept)
-    counts: Counter[str] = Counter()
+    found: dict[str, Counter[str]] = {}
     with open(answers / "answers.jsonl", encoding="utf-8") as source, open(kept / "answers.jsonl", "w") as out:
         for text in source:
             line = json.loads(text)
+            counts = found.setdefault(Path(line["source"].rpartition(":")[0]).stem, Counter())
             ids = answer_of(line)
             ended = bool(ids) and ids[-1] in stop_ids
             if ends_in_loop(ids[:-1] if ended else ids):
@@ -55,7 +59,7 @@ def without_loops(answers: Path, kept: Path, stop_ids: tuple[int, ...]) -> dict[
             counts["kept, cut by the limit"] += not ended
             counts["answer tokens"] += len(ids)
             out.write(text)
-    return dict(counts)
+    return {name: dict(found[name]) for name in sorted(found)}
 
 
 def main() -> None:
@@ -65,38 +69,38 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=384)
-    parser.add_argument("--limit", type=int, help="prompts of each file")
+    parser.add_argument("--limit", type=int, help="prompts in all, from the first file on")
+    parser.add_argument("--minutes", type=float, help="take what is answered by then")
     parser.add_argument("--concurrency", type=int, help="answers decoded together")
     options = parser.parse_args()
     files = sorted(options.prompts.glob("*.jsonl"))
     started = time.perf_counter()
-    parts: dict[str, Any] = {}
-    for file in files:
-        counts = api.regenerate(
-            file, options.out / "answers" / file.stem, target=options.target, max_new_tokens=options.max_new_tokens,
-            on_cut="keep", limit=options.limit, concurrency=options.concurrency,
-        )  # fmt: skip
-        if not counts["finished"]:
-            raise SystemExit("stopped; the same command goes on")
-        parts[file.stem] = {key: value for key, value in counts.items() if key not in ("out", "finished")}
-        print(file.stem, parts[file.stem], flush=True)
+    # Ctrl-C, as a person would: it ends the answers, and only while they are under way
+    alarm = threading.Timer(60 * (options.minutes or 0), os.kill, (os.getpid(), signal.SIGINT))
+    if options.minutes:
+        alarm.start()
+    answers = api.regenerate(
+        files, options.out / "answers", target=options.target, max_new_tokens=options.max_new_tokens, on_cut="keep",
+        limit=options.limit, concurrency=options.concurrency,
+    )  # fmt: skip
+    alarm.cancel()
     answered_s = time.perf_counter() - started
+    if not answers["finished"] and not (options.minutes and answered_s >= 60 * options.minutes):
+        raise SystemExit("stopped; the same command goes on")
+    print(answers, flush=True)
     stop_ids = read_shape(options.target).eos_token_ids
-    kept = {
-        name: without_loops(options.out / "answers" / name, options.out / "kept" / name, stop_ids) for name in parts
-    }
-    info, report = api.prepare(
-        [options.out / "kept" / name for name in parts], options.out / "data", tokenizer=options.target, max_length=1024
-    )
+    kept = without_loops(options.out / "answers", options.out / "kept", stop_ids)
+    info, report = api.prepare([options.out / "kept"], options.out / "data", tokenizer=options.target, max_length=1024)
     facts = {
         "command": "python -m benchmarks.reference.build --target MODEL --prompts DIR --out DIR "
-        f"--max-new-tokens {options.max_new_tokens}" + (f" --limit {options.limit}" if options.limit else ""),
+        f"--max-new-tokens {options.max_new_tokens}" + (f" --limit {options.limit}" if options.limit else "")
+        + (f" --minutes {options.minutes:g}" if options.minutes else ""),
         "versions": {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
                      "python": platform.python_version()},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} threads",
         "prompts": json.loads((options.prompts / "prompts.json").read_text(encoding="utf-8")),
         "answered_s": round(answered_s, 1),
-        "answers": parts,
+        "answers": {key: value for key, value in answers.items() if key != "out"},
         "kept": kept,
         "rows": info.num_rows,
         "tokens": info.num_tokens,

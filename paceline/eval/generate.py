@@ -265,19 +265,34 @@ def choose(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) ->
         logits: float32 ``[B, V]``.
         uniform: double ``[B]``, below 1.
         temperature: 0: the most likely token.
+        top_p: Share of the probability that is sampled from: the likeliest tokens that have it together.
     """
     if temperature == 0:
         return logits.argmax(-1)
-    order: Tensor | None = None
-    probabilities = torch.softmax(logits / temperature, -1).double()
+    probabilities = torch.softmax(logits / temperature, -1)
     if top_p < 1:
-        probabilities, order = probabilities.sort(descending=True, stable=True)
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= top_p, 0)
-    cumulated = probabilities.cumsum(-1)
+        probabilities = probabilities.masked_fill(~nucleus(probabilities, top_p), 0)
+    cumulated = probabilities.double().cumsum(-1)
     wanted = uniform[:, None] * cumulated[:, -1:]
-    tokens = torch.searchsorted(cumulated, wanted, right=True).clamp(max=logits.shape[-1] - 1)
-    return (tokens if order is None else order.gather(-1, tokens))[:, 0]
+    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=logits.shape[-1] - 1)[:, 0]
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """The likeliest tokens that have a share of the probability together, bool ``[B, V]``; as likely ones go together.
+
+    The least of their probabilities is found bit by bit, as floats above 0 are ordered like their bits: a sort of the
+    whole vocabulary takes a GPU longer than the model does.
+
+    Args:
+        probabilities: float32 ``[B, V]``, at most 1.
+    """
+    bits = probabilities.view(torch.int32)
+    least = torch.zeros_like(bits[:, :1])
+    for bit in range(29, -1, -1):  # 1.0 is 0x3F800000
+        higher = least | (1 << bit)
+        share = torch.where(bits >= higher, probabilities, 0.0).sum(-1, keepdim=True)
+        least = torch.where(share >= top_p, higher, least)
+    return bits >= least
 
 
 def _join_layer(layer: Any, keep: Tensor, others: Sequence[Any], width: int) -> None:

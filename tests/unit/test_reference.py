@@ -55,10 +55,10 @@ def test_answers_that_loop_are_left_out(answer: list[int], is_kept: bool, tmp_pa
     answers.mkdir()
     (answers / "regenerate.json").write_text("{}")
     row = {"input_ids": [1, 1, 1, 1, *answer], "loss_mask": [0, 0, 0, 0, *[1] * len(answer)]}
-    line = {"rows": [{"input_ids": [3], "loss_mask": [1]}, row]}
+    line = {"source": "prompts/own.jsonl:3", "rows": [{"input_ids": [3], "loss_mask": [1]}, row]}
     (answers / "answers.jsonl").write_text(json.dumps(line) + "\n")
     assert answer_of(line) == answer
-    counts = without_loops(answers, tmp_path / "kept", (2,))
+    counts = without_loops(answers, tmp_path / "kept", (2,))["own"]
     kept = (tmp_path / "kept" / "answers.jsonl").read_text()
     assert bool(kept) == is_kept and counts.get("loops left out", 0) == (not is_kept)
     if is_kept:

@@ -157,6 +157,42 @@ def test_sampled_answers_hang_on_seed_and_row_alone() -> None:
     assert sum(a != b for a, b in zip(first, others, strict=True)) > 15
 
 
+def sorted_nucleus(row: np.ndarray, top_p: float) -> np.ndarray:
+    """The likeliest tokens, one more as long as those before it have less than the share."""
+    order = np.argsort(-row, kind="stable")
+    before = np.cumsum(row[order]) - row[order]
+    inside = np.zeros(len(row), dtype=bool)
+    inside[order[before < top_p]] = True
+    return inside
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.8, 0.95, 0.999])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 12.0])
+def test_the_nucleus_is_that_of_sorted_probabilities(top_p: float, spread: float) -> None:
+    """Found by the bits of the least probability in it; nearly flat rows and nearly certain ones."""
+    random_ = np.random.default_rng(int(10 * spread))
+    logits = torch.from_numpy(random_.standard_normal((8, 1000)) * spread).float()
+    probabilities = logits.softmax(-1)
+    found = generate.nucleus(probabilities, top_p).numpy()
+    for row, inside in zip(probabilities.double().numpy(), found, strict=True):
+        share = row[inside].sum()
+        assert share > top_p - 1e-5 and share - row[inside].min() < top_p + 1e-5
+        assert row[inside].min() > row[~inside].max(initial=0)
+        if abs(share - top_p) > 1e-5 and abs(share - row[inside].min() - top_p) > 1e-5:  # no matter of rounding
+            assert (inside == sorted_nucleus(row, top_p)).all()
+
+
+def test_tokens_that_are_as_likely_are_in_the_nucleus_together() -> None:
+    """And a certain token is there alone, whatever the share; all tokens where all are as likely."""
+    rows = torch.tensor([[0.25, 0.5, 0.25, 0.0], [0.0, 0.0, 1.0, 0.0], [0.25] * 4])
+    assert generate.nucleus(rows, 0.6).tolist() == [[True, True, True, False], [False, False, True, False], [True] * 4]
+    assert generate.nucleus(rows, 0.4).tolist() == [
+        [False, True, False, False],
+        [False, False, True, False],
+        [True] * 4,
+    ]
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 def test_a_token_is_looked_up_in_the_cumulated_probabilities(top_p: float) -> None:
     """The first token of a row is the one whose share of [0, 1) holds the row's first random number."""
@@ -166,11 +202,10 @@ def test_a_token_is_looked_up_in_the_cumulated_probabilities(top_p: float) -> No
     with torch.inference_mode():
         logits = model(torch.tensor([list(request.prompt) for request in wanted])).logits[:, -1]
     for request, token, row in zip(wanted, found, (logits / 0.8).double().softmax(-1).numpy(), strict=True):
-        order = np.argsort(-row, kind="stable") if top_p < 1 else np.arange(len(row))
-        kept = row[order] * (np.cumsum(row[order]) - row[order] < top_p)
+        kept = np.where(sorted_nucleus(row, top_p), row, 0)
         ends = np.cumsum(kept) / kept.sum()
         uniform = np.random.Generator(np.random.Philox(key=number_of(5, request.key))).random()
-        assert token == order[np.argmax(ends > uniform)]
+        assert token == np.argmax(ends > uniform)
     assert len(set(found)) > 10
 
 
