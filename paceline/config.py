@@ -254,7 +254,7 @@ class Topology(_Section):
     drafters: int = Field(default=1, ge=1)
     """M: drafter roles; one on the local executor. They share the micro-batches of a step, best equally."""
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """Compute threads of each role on the CPU. auto: 1, or every core when target and drafter take turns."""
+    """Compute threads of each role on the CPU. auto: 1, or every core when target and drafter take turns there."""
 
 
 class Pipeline(_Section):

@@ -159,7 +159,7 @@ def resolve(
             "loss": config.loss.model_copy(update={"gamma": _resolve_gamma(config, draft), **vars(loss_mix(config))}),
             "optim": config.optim.model_copy(update={"tokens_per_step": batches_per_step * tokens_per_batch}),
             "topology": config.topology.model_copy(
-                update={"layout": layout, "threads": _resolve_threads(config, layout)}
+                update={"layout": layout, "threads": _resolve_threads(config, layout, on_gpu)}
             ),
             "pipeline": config.pipeline.model_copy(
                 update={"tokens_per_batch": tokens_per_batch, "queue_depth": queue_depth}
@@ -587,12 +587,14 @@ def _num_anchors(config: RunConfig, tokens_per_batch: int, block_size: int, on_g
     return num_anchors
 
 
-def _resolve_threads(config: RunConfig, layout: str) -> int:
+def _resolve_threads(config: RunConfig, layout: str, on_gpu: bool) -> int:
     if config.run.deterministic:
         return 1
     if config.topology.threads != "auto":
         return config.topology.threads
-    return torch.get_num_threads() if layout == "colocated" else 1
+    # Beside a GPU they have little to do but wait for each other, and keep the cores from other runs: two on one host
+    # took 8 times as long for a step as one.
+    return torch.get_num_threads() if layout == "colocated" and not on_gpu else 1
 
 
 def _resolve_gamma(config: RunConfig, draft: DraftShape) -> float:

@@ -229,6 +229,16 @@ def test_the_layout_follows_the_device_and_the_roles(toy: Toy) -> None:
     assert together.topology.threads == 1
 
 
+def test_beside_a_gpu_a_run_computes_on_one_core(toy: Toy) -> None:
+    """Others belong to the runs of the host's other GPUs; a number that was given is kept."""
+    from paceline.plan.resolve import _resolve_threads
+
+    config = toy.config(Path("run"), "topology.threads=auto")
+    assert _resolve_threads(config, "colocated", on_gpu=True) == 1
+    assert _resolve_threads(config, "colocated", on_gpu=False) == torch.get_num_threads()
+    assert _resolve_threads(toy.config(Path("run"), "topology.threads=3"), "colocated", on_gpu=True) == 3
+
+
 def test_the_memory_plan_counts_what_is_there(toy: Toy) -> None:
     """Target and drafter bytes of the plan are those of the loaded models."""
     from paceline.models.draft import DFlashDrafter
