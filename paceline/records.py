@@ -153,9 +153,8 @@ class StepResult:
 
     Attributes:
         loss: Sum of weight * loss over scored slots, divided by the sum of the weights.
-        committed: Sum over real blocks of the tokens one target forward would commit: leading hits and one more, within
-            the answer. Anchors are drawn uniformly, so ``committed / blocks`` estimates the acceptance length of a
-            decode loop, which visits other positions.
+        rounds: Target forwards of a decode loop for as many tokens as there were blocks, see
+            `acceptance.estimated_rounds`: ``blocks / rounds`` estimates its acceptance length.
         lr: Rate of the update.
         grad_norm: Norm of the gradient before clipping.
         is_finite: Whether the gradients were; if not, this update and all after it have left the weights alone.
@@ -163,7 +162,7 @@ class StepResult:
     """
 
     loss: float
-    committed: int
+    rounds: float
     lr: float
     grad_norm: float
     is_finite: bool

@@ -603,7 +603,7 @@ class TrainLoop:
             "step": launched.step,
             "batch": launched.numbers[-1],
             "loss": result.loss,
-            "acceptance_length_est": result.committed / sums.blocks,
+            "acceptance_length_est": sums.blocks / result.rounds,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             **result.parts,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config import Kernels, Loss, Optim
-from paceline.dflash.acceptance import leading_hits
+from paceline.dflash.acceptance import estimated_rounds, leading_hits
 from paceline.dflash.anchors import batch_generator
 from paceline.kernels.attention import BlockLayout, attend_per_document
 from paceline.kernels.compiled import run_compiled
@@ -41,8 +41,8 @@ class PendingResult:
 
     Attributes:
         lr: Rate of the update.
-        values: float64 ``[6 + parts]`` on the host: sums of loss, weight, committed tokens, the slots' own weights, and
-            parts of the loss; gradient norm, failed or not.
+        values: float64 ``[6 + parts]`` on the host: sums of loss, weight, rounds of a decode loop, the slots' own
+            weights, and parts of the loss; gradient norm, failed or not.
         arrived: Recorded behind the copy to the host; None on the CPU.
         is_timed: Whether that event tells the time.
         group: The drafters that have made the update.
@@ -64,10 +64,10 @@ class PendingResult:
                 if self.is_timed and not had_arrived:
                     stages.synchronised(self.arrived)
         self.group.check()
-        loss, weight, committed, own_weight, *parts, grad_norm, failed = self.values.tolist()
+        loss, weight, rounds, own_weight, *parts, grad_norm, failed = self.values.tolist()
         return StepResult(
             loss=loss / weight if weight else 0.0,
-            committed=int(committed),
+            rounds=rounds,
             lr=self.lr,
             grad_norm=grad_norm,
             is_finite=not failed,
@@ -163,7 +163,7 @@ class TrainStep:
         )
         self._replay_update = GraphRunner(self._launch_update, "optimizer", "on")
         self._part_names = drafter.part_names(self.terms)
-        num_sums = 4 + len(self._part_names)  # loss, weight, committed, the slots' own weights, and parts
+        num_sums = 4 + len(self._part_names)  # loss, weight, rounds, the slots' own weights, and parts
         self._sums = torch.zeros(num_sums, dtype=torch.float64, device=self.device)
         self._result = torch.zeros(num_sums + 2, dtype=torch.float64, device=self.device)
         self._staging: Staging | None = None
@@ -337,8 +337,8 @@ class TrainStep:
                 )
         with stages.BACKWARD:
             loss.backward()
-        committed = torch.minimum(leading_hits(hits) + 1, inputs.left).sum()
-        found = [loss.detach(), weight, committed, inputs.weights.sum(), *(part.detach() for part in parts)]
+        rounds = estimated_rounds(torch.minimum(leading_hits(hits) + 1, inputs.left), inputs.starts)
+        found = [loss.detach(), weight, rounds, inputs.weights.sum(), *(part.detach() for part in parts)]
         self._sums += torch.stack([each.double() for each in found])
 
     def _launch_update(self, _variant: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.dflash.acceptance import Acceptance, leading_hits, walk
+from paceline.dflash.acceptance import Acceptance, estimated_rounds, leading_hits, walk
 from tests import oracles
 
 
@@ -103,3 +104,40 @@ def test_separate_counts_do_not_share_lists() -> None:
     one, other = Acceptance(2), Acceptance(2)
     one.add_round(1, 2)
     assert other.reached == [0, 0] and one.reached == [1, 1] and one.accepted == [1, 0]
+
+
+def answers_by_stretches(random_: np.random.Generator) -> list[np.ndarray]:
+    """Leading hits at every position of 60 answers, whose tokens are hit or missed by stretches, easy and hard ones."""
+    answers = []
+    for _ in range(60):
+        chances = np.repeat(random_.choice([0.3, 0.6, 0.97], size=random_.integers(2, 8)), 40)
+        is_hit = random_.random(len(chances)) < chances
+        leading = [int(np.argmin([*is_hit[i + 1 : i + 16], False])) for i in range(len(is_hit) - 1)]
+        answers.append(np.array(leading))
+    return answers
+
+
+@pytest.mark.parametrize("share", [1 / 6, 1 / 16])
+def test_random_anchors_tell_what_a_decode_loop_commits(share: float) -> None:
+    """Within a few per cent; their mean is far above it, as a loop stops seldom where it moves fast."""
+    random_ = np.random.default_rng(0)
+    answers = answers_by_stretches(random_)
+    decoded = Acceptance(15)
+    committed, documents = [], []
+    for number, leading in enumerate(answers):
+        decoded += walk(leading.tolist(), 15)
+        chosen = np.flatnonzero(random_.random(len(leading)) < share)
+        committed += np.minimum(leading[chosen] + 1, len(leading) - chosen).tolist()
+        documents += [number] * len(chosen)
+    estimate = len(committed) / float(estimated_rounds(torch.tensor(committed), torch.tensor(documents)))
+    assert estimate == pytest.approx(decoded.length, rel=0.06)
+    assert np.mean(committed) > 1.25 * decoded.length
+
+
+def test_a_neighbourhood_ends_with_its_document_and_empty_slots_count_nothing() -> None:
+    """By hand: two documents that do not see each other, and slots without an anchor behind them."""
+    rounds = estimated_rounds(torch.tensor([1, 3, 8, 8, 0, 0]), torch.tensor([0, 0, 9, 9, 0, 0]))
+    assert float(rounds) == pytest.approx(2 / 2 + 2 / 8)
+    far = estimated_rounds(torch.tensor([1, 1, 1, 1, 5]), torch.zeros(5, dtype=torch.int64))  # 5 is 4 from the first
+    assert float(far) == pytest.approx(1 + 5 / 9 + 5 / 9 + 5 / 9 + 4 / 8)
+    assert float(estimated_rounds(torch.zeros(4), torch.zeros(4, dtype=torch.int64))) == 0

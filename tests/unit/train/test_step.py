@@ -198,7 +198,9 @@ def test_the_estimate_counts_leading_hits(target: Target) -> None:
         step.head = dataclasses.replace(step.head, weight=weight)
         sums, result = result_of(step, features)
         assert sums.blocks == 9  # anchors 0..8
-        assert result.committed == (9 if never else sum(min(4, 9 - a) for a in range(9)))
+        committed = [1] * 9 if never else [min(4, 9 - a) for a in range(9)]
+        near = [committed[max(0, a - 3) : a + 4] for a in range(9)]
+        assert result.rounds == pytest.approx(sum(len(each) / sum(each) for each in near))
 
 
 def test_the_rate_and_the_clip_reach_the_optimizer(target: Target) -> None:
@@ -254,7 +256,7 @@ def test_the_path_of_a_gpu_gives_the_same_step(target: Target, loss: Loss, monke
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
     one, other = fast.update(0).read(), reference.update(0).read()
-    assert one.committed == other.committed and one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert one.rounds == other.rounds and one.loss == pytest.approx(other.loss, rel=1e-5)
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
 
 
