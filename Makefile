@@ -70,7 +70,7 @@ reference: setup
 	set -e; run() { echo "$$@"; $(BIN)/python -m "$$@"; }; out=$(REFERENCE); \
 	target=$$($(BIN)/python -c 'from paceline.models.assets import demo_target; print(demo_target())'); \
 	run benchmarks.reference.prompts --out $$out/prompts --evaluation $(EVALUATION); \
-	run benchmarks.reference.prompts --out $$out/prompts --own-questions 60000 --target $$target --device cuda; \
+	run benchmarks.reference.prompts --out $$out/prompts --own-questions 100000 --target $$target --device cuda; \
 	run benchmarks.reference.build --target $$target --prompts $$out/prompts --out $$out; \
 	run benchmarks.reference.train --target $$target --data $$out/data --run $$out/run; \
 	run benchmarks.reference.measure --target $$target --run $$out/run --data $$out/data --max-new-tokens 384 \

@@ -133,7 +133,8 @@ def main() -> None:
     where = "h200" if options.device.startswith("cuda") else "cpu"
     result: dict[str, Any] = json.loads(options.out.read_text(encoding="utf-8")) if options.out.is_file() else {}
     device = torch.cuda.get_device_name() if where == "h200" else f"{torch.get_num_threads()} threads of a CPU"
-    result.setdefault("measured", {})[where] = {
+    earlier = result.setdefault("measured", {}).get(where, {})
+    result["measured"][where] = {
         "command": "python -m benchmarks.reference.measure --target MODEL --run DIR --sets FILE.jsonl... "
         + (f"--limit {options.limit} " if options.limit else "")
         + f"--max-new-tokens {options.max_new_tokens} --device {options.device} --out FILE",
@@ -141,8 +142,9 @@ def main() -> None:
         "tie_gap": TIE_GAP[torch.bfloat16 if where == "h200" else torch.float32],
         "versions": {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
                      "python": platform.python_version()},
-        "sets": {},
     }  # fmt: skip
+    same = {key: value for key, value in earlier.items() if key != "sets"} == result["measured"][where]
+    result["measured"][where]["sets"] = earlier["sets"] if same else {}  # of other sets, measured in the same way
     if options.data is not None:
         held_out = estimate_error(options)
         result |= {"estimate_error": held_out["error"], "estimate": held_out}

@@ -12,6 +12,7 @@ Beside what `measure`, `limits` and `build` write, ``reference.json`` may have, 
     peer          name, ours_equal_steps, acceptance_length_equal_steps, the same with equal_time; seeds (how many),
                   ratio_equal_steps and ratio_equal_time as [low, high] of ours / peer, how (of the interval), command
     block_sizes   K -> {sets: {name: {acceptance_length}}, geomean_acceptance_length}, of other runs
+    kinds         [{kind, parameters, steps, seconds, held_out_acceptance_length, sets, geomean_acceptance_length}]
     data_curve    [{share, supervised_tokens, steps, geomean_acceptance_length}]
     command       what makes all of it
     not_measured  sentences
@@ -43,6 +44,9 @@ MAIN_SETS = ("gsm8k", "humaneval", "mt-bench")
 ORDER = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 MACHINES = {"h200": "H200", "cpu": "CPU"}
 
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+
 AVERAGED = 60
 """Points of the line that averages single steps."""
 
@@ -62,6 +66,7 @@ class Page:
             self.speed(),
             self.training(),
             self.data(),
+            self.kinds(),
             self.peer(),
             self.recipes("Recipes", "recipes-h200.json", recipes),
             self.recipes("Drafter kinds and losses", "kinds-h200.json", kinds),
@@ -79,7 +84,8 @@ class Page:
 
     def head(self) -> Lines:
         train = self.result.get("train", {})
-        shape = "A drafter for SmolLM2-135M-Instruct"
+        kind = f"{KINDS[train['kind']]} drafter" if "kind" in train else "drafter"
+        shape = f"A {kind} for SmolLM2-135M-Instruct"
         if "num_layers" in train:
             shape += f" of {train['num_layers']} layers"
         lines = [
@@ -192,7 +198,8 @@ class Page:
             return []
         lines = ["### Training", ""]
         if train:
-            epochs = f", {train['epochs']} epochs at most" if "epochs" in train else ""
+            epochs = f", {train['epochs']:g} epochs" if "epochs" in train else ""
+            epochs += f", {OPTIMIZERS[train['optimizer']]}" if "optimizer" in train else ""
             seed = f", seed {train['seed']}" if "seed" in train else ""
             lines += [
                 f"{number(train['steps'])} steps over {number(train['tokens'])} tokens{epochs}{seed}: "
@@ -250,6 +257,30 @@ class Page:
             f"supervised ones. The target answered in {duration(data['answered_s'])} ({data['device']}).",
             *([f"No prompt is one of {', '.join(f'`{name}`' for name in left_out)} (by normalised text)."]
               if left_out else ["Prompts of evaluation sets were not looked for."]),
+        ]  # fmt: skip
+
+    def kinds(self) -> Lines:
+        kinds = self.result.get("kinds")
+        if not kinds:
+            return []
+        names = sorted({name for one in kinds for name in one["sets"]}, key=place)
+        rows = [
+            (KINDS.get(one["kind"], one["kind"]), number(one["parameters"]), number(one["steps"]),
+             duration(one["seconds"]), number(one["held_out_acceptance_length"], 2),
+             *(f"{number(one['sets'][name]['acceptance_length'], 2)}, {number(one['sets'][name]['speedup'], 2)}x"
+               if name in one["sets"] else MISSING for name in names),
+             number(one["geomean_acceptance_length"], 2))
+            for one in kinds
+        ]  # fmt: skip
+        return [
+            "### Drafter kinds", "",
+            *table(
+                ("kind", "parameters", "steps", "GPU time of steps", "held-out rows",
+                 *(f"{name}: acceptance length, speed-up" for name in names), "geometric mean"), rows,
+            ),
+            "",
+            "Same data, seed and settings, about the same GPU time; measured one after the other on the H200, on the "
+            f"same prompts. The geometric mean is over {', '.join(MAIN_SETS)}.",
         ]  # fmt: skip
 
     def peer(self) -> Lines:
@@ -447,7 +478,7 @@ class Page:
             (self.result.get("estimate"), "How far the estimate of training is off."),
             (self.result.get("peer"), "Another trainer beside this one."),
             (recipes, "Recipes against each other on a GPU."),
-            (kinds, "Drafter kinds against each other on a GPU."),
+            (kinds or self.result.get("kinds"), "Drafter kinds against each other on a GPU."),
             (self.result.get("block_sizes"), "Other block sizes."),
             (self.result.get("data_curve"), "What more or less data gives."),
             (self.result.get("limits"), "What limits the acceptance."),

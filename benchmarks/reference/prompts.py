@@ -3,7 +3,7 @@ written again, and the target's own questions.
 
     python -m benchmarks.reference.prompts --out DIR [--per-task 150] [--own 7000] [--functions 12000]
         [--evaluation FILE...]
-    python -m benchmarks.reference.prompts --out DIR --own-questions 60000 --target MODEL [--device cuda]
+    python -m benchmarks.reference.prompts --out DIR --own-questions 100000 --target MODEL [--device cuda]
 
 The first call needs `pip install reasoning-gym` and no model, the second a target, whose user it lets speak: after the
 opening of a user's turn, and for every other one a first word or two of ours, it says what such a user might ask. Both

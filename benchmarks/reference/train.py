@@ -1,6 +1,7 @@
 """Training of the reference drafter, as long as the device is lent: goes on where it was stopped.
 
-    python -m benchmarks.reference.train --target MODEL --data DIR --run DIR [--block-size 16] [--hours 0.2]
+    python -m benchmarks.reference.train --target MODEL --data DIR --run DIR [--kind dflash2] [--block-size 16]
+        [--hours 0.2]
 
 Writes ``curve.json`` into the run folder: loss, estimated and really measured acceptance, tokens a second, by step.
 """
@@ -15,7 +16,7 @@ from typing import Any
 from paceline import api
 from paceline.report.page import duration
 
-EPOCHS = 5
+EPOCHS = 2
 
 SHOWN = ("step", "loss", "acceptance_length_est", "validation_acceptance_length", "tok_per_s")
 
@@ -27,7 +28,7 @@ def run_of(options: argparse.Namespace) -> dict[str, Any]:
         "target": {"path": options.target},
         "data": {"path": str(options.data), "epochs": EPOCHS, "max_length": 1024, "validation": 0.01},
         "draft": {"kind": options.kind, "num_layers": options.num_layers, "block_size": options.block_size},
-        "optim": {"tokens_per_step": options.tokens_per_step},
+        "optim": {"kind": "muon", "tokens_per_step": options.tokens_per_step},
         "pipeline": {"tokens_per_batch": options.tokens_per_batch},
         "checkpoint": {"every_steps": 250, "keep_last": 1},
         "eval": {"validate_every": 100, "validate_rows": 64},
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--kind", default="dflash")
+    parser.add_argument("--kind", default="dflash2")
     parser.add_argument("--num-layers", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--tokens-per-step", type=int, default=24_576)

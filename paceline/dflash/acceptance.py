@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 NEIGHBOURS = 3
 """Anchors before and behind one that tell, with it, how fast a decode loop moves there. Of fewer the mean says little,
-more are too far away: at 3 the estimate over 100 held-out answers was within 3 % of decoding, with 1 to 8 anchors for
-24 tokens."""
+more are too far away: at 3 the estimate over held-out answers was within 5 % of decoding for two drafters, with 1 to 8
+anchors for 24 tokens."""
 
 
 def leading_hits(hits: Tensor) -> Tensor:

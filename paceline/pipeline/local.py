@@ -20,6 +20,7 @@ from paceline.errors import PacelineError, PipelineError, ServerError
 from paceline.pipeline.channel import ChannelClosed, OrderedChannel, Waits
 from paceline.pipeline.coordinator import Coordinator
 from paceline.profiling import stages
+from paceline.profiling.device import DeviceClock
 from paceline.records import FeatureBatch
 
 log = logging.getLogger(__name__)
@@ -63,22 +64,30 @@ class FeatureStream(Protocol):
 
 
 class InTurn:
-    """Target and drafter take turns in one thread: nothing waits, nothing is queued."""
+    """Target and drafter take turns in one thread: nothing waits, nothing is queued.
+
+    On a GPU the thread only launches the target's work, and is held up for either side's sake wherever the launch queue
+    is full: the target's turn is timed on the device, and counts once it is over there.
+    """
 
     def __init__(self, make_features: MakeFeatures, coordinator: Coordinator, max_retries: int = 0) -> None:
         self._maker = Maker(make_features, coordinator, max_retries)
         self._coordinator = coordinator
         self._get_wait_s = self._total_wait_s = 0.0
+        self._clock: DeviceClock | None = None
 
     def __iter__(self) -> Iterator[FeatureBatch]:
         while (number := self._coordinator.lease("target-0")) is not None:
             started = time.perf_counter()
+            pair = None if self._clock is None else self._clock.begin()
             with stages.GET_WAIT, stages.as_role("target-0"):
                 batch = self._maker.make("target-0", number)
-            waited_s = time.perf_counter() - started
-            self._get_wait_s += waited_s
-            self._total_wait_s += waited_s
-            stages.set_gauge("get_wait_ns", int(1e9 * self._total_wait_s))
+            if self._clock is not None and pair is not None:
+                self._clock.end(pair, stage=0)
+            else:
+                self._count(time.perf_counter() - started)
+            if self._clock is None and batch.context_feature.is_cuda:  # from the next batch on
+                self._clock = device_clock()
             self._coordinator.delivered(number)
             with stages.as_role("target-0"):
                 stages.PUT_WAIT.__enter__()  # until the drafter asks again
@@ -88,13 +97,25 @@ class InTurn:
                 with stages.as_role("target-0"):
                     stages.PUT_WAIT.__exit__(None, None, None)
 
+    def _count(self, seconds: float) -> None:
+        self._get_wait_s += seconds
+        self._total_wait_s += seconds
+        stages.set_gauge("get_wait_ns", int(1e9 * self._total_wait_s))
+
     def take_waits(self) -> Waits:
         """No put wait; the get wait is the target's own time, for which the drafter stood still."""
+        if self._clock is not None:
+            self._clock.harvest(lambda stage, device_ns, lag_ns, is_drained: self._count(device_ns / 1e9))
         waits, self._get_wait_s = Waits(0.0, self._get_wait_s, 0.0), 0.0
         return waits
 
     def num_ready(self) -> int:
         return 0
+
+
+def device_clock() -> DeviceClock:
+    """A clock for the work of one thread on its current stream."""
+    return DeviceClock()
 
 
 class TargetThreads:

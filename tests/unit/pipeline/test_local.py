@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -65,3 +67,65 @@ def test_other_features_are_refused(delivered: FeatureBatch, said: str) -> None:
     """Of another batch, too few, or too many."""
     with pytest.raises(PipelineError, match=said):
         next(iter(InTurn(lambda number: delivered, Coordinator(5, 9))))
+
+
+class FakeClock:
+    """A device that is two batches behind the host, and takes 30 ms for each."""
+
+    def __init__(self) -> None:
+        self.under_way: list[int] = []
+        self.begun = 0
+
+    def begin(self) -> object | None:
+        self.begun += 1
+        return object() if self.begun != 3 else None  # too many under way: the host's clock counts
+
+    def end(self, pair: object, stage: int) -> None:
+        self.under_way.append(30_000_000)
+
+    def harvest(self, settle: Callable[[int, int, int | None, bool], None]) -> None:
+        while len(self.under_way) > 2:
+            settle(0, self.under_way.pop(0), None, False)
+
+
+def test_a_turn_on_a_gpu_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching says nothing of it: what the device took counts once it is known, and is counted once."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(local, "device_clock", FakeClock)
+    stream = InTurn(features, Coordinator(0, 9))
+    waits = []
+    for _ in stream:
+        waits.append(stream.take_waits().get_s)
+    assert waits[0] < 0.02 and all(wait < 0.02 for wait in waits[1:4])  # by the host's clock, or not known yet
+    assert waits[4:] == [pytest.approx(0.03)] * 5  # the first of them is of the third batch before
+    assert stream.take_waits().get_s == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_tells_how_long_the_turns_took() -> None:
+    """Work that is launched in no time and takes the device a while is the target's, and the drafter's is not."""
+    cycles = 20_000_000
+    torch.cuda._sleep(cycles)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    once_s = begin.elapsed_time(end) / 1e3
+
+    def make(number: int) -> FeatureBatch:
+        batch = features(number)
+        torch.cuda._sleep(cycles)
+        return FeatureBatch(batch.tokens, batch.context_feature.cuda())
+
+    stream = InTurn(make, Coordinator(0, 7))
+    found = 0.0
+    for batch in stream:
+        if batch.tokens.number == 0:
+            torch.cuda.synchronize()
+            stream.take_waits()
+        torch.cuda._sleep(3 * cycles)
+    torch.cuda.synchronize()
+    found = stream.take_waits().get_s
+    assert found == pytest.approx(6 * once_s, rel=0.2)
