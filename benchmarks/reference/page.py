@@ -21,6 +21,7 @@ Beside what `measure`, `limits` and `build` write, ``reference.json`` may have, 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -100,11 +101,26 @@ class Page:
         if geomean is not None:
             reached = "reached" if geomean >= GOAL else "not reached"
             more = " [What limits it](#what-limits-it)." if geomean < GOAL and "limits" in self.result else ""
+            interval = self.geomean_interval(geomean)
             lines.append(
-                f"**{number(geomean, 2)} tokens per forward** in the geometric mean over {', '.join(MAIN_SETS)}. "
+                f"**{number(geomean, 2)} tokens per forward** in the geometric mean over {', '.join(MAIN_SETS)}"
+                + (f" (95 %, over prompts: {spread(interval)})" if interval else "")
+                + ". "
                 f"The goal was {GOAL} at blocks of 16: {reached}.{more}"
             )
         return lines
+
+    def geomean_interval(self, geomean: float) -> tuple[float, float] | None:
+        """From the intervals of its sets, whose relative errors add up as independent ones do."""
+        errors = []
+        for name in MAIN_SETS:
+            one = self.first().get(name, ("", {}))[1]
+            if "acceptance_length_interval" not in one:
+                return None
+            low, high = one["acceptance_length_interval"]
+            errors.append((high - low) / 2 / one["acceptance_length"])
+        error = math.hypot(*errors) / len(errors)
+        return geomean * (1 - error), geomean * (1 + error)
 
     def block_size(self) -> int:
         """K: of the run, or one more than the tokens that a round drafts."""

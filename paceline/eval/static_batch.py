@@ -60,7 +60,7 @@ class StaticBatchGenerator(StaticTrunk):
     ) -> None:
         """Decode nothing yet. See `BatchGenerator`; here the positions of all slots count against `max_tokens`."""
         super().__init__(model, head)
-        self._stop_ids = frozenset(stop_ids)
+        self._stop_array = np.array(sorted(stop_ids), dtype=np.int64)
         self._temperature, self._top_p, self._seed = temperature, top_p, seed
         self._max_slots, self._max_tokens = max_slots, max_tokens
         self.num_sampled = 0
@@ -204,18 +204,20 @@ class StaticBatchGenerator(StaticTrunk):
 
     def _take(self, tokens: np.ndarray, slots: Sequence[int]) -> list[Request]:
         """Hand tokens ``[T, slots]`` out to the answers; those that end with them, whose slots are free now."""
+        is_stop = np.isin(tokens, self._stop_array)
+        ends = np.where(is_stop.any(0), is_stop.argmax(0), len(tokens)) + 1  # past the last token: no stop among them
         finished = []
-        for slot, column in zip(slots, tokens.T.tolist(), strict=True):
+        for slot, column, end in zip(slots, tokens.T.tolist(), ends.tolist(), strict=True):
             request = self._slots[slot]
             assert request is not None
-            for token in column:
-                request.answer.append(token)
-                self.num_sampled += 1
-                if token in self._stop_ids or len(request.answer) >= request.max_new_tokens:
-                    finished.append(request)
-                    self._slots[slot] = None
-                    del self._random[slot]
-                    break
+            left = request.max_new_tokens - len(request.answer)
+            taken = column[: min(end, left)]
+            request.answer += taken
+            self.num_sampled += len(taken)
+            if len(taken) in (end, left):
+                finished.append(request)
+                self._slots[slot] = None
+                del self._random[slot]
         return finished
 
     def _run_prompts(self, ids: Tensor, slots: Tensor, lengths: Tensor) -> Tensor:

@@ -195,6 +195,31 @@ def test_what_the_text_says_of_the_numbers() -> None:
     assert "blocks of 16: reached." in text and "5 % at most: reached." in text
 
 
+def test_the_mean_has_the_interval_of_its_sets() -> None:
+    """Relative errors of 10, 20 and 20 % of independent sets are 10 % of their geometric mean; else there is none."""
+    result = required()
+    sets = result["measured"]["cpu"]["sets"]
+    for name, error in (("gsm8k", 0.1), ("humaneval", 0.2), ("mt-bench", 0.2)):
+        sets[name] = measured(3.0, 0, 1.5) | {"acceptance_length_interval": [3 - 3 * error, 3 + 3 * error]}
+        result["sets"][name] = {"acceptance_length": 3.0, "lossless": True}
+    result["geomean_acceptance_length"] = 3.0
+    assert "**3.00 tokens per forward**" in Page(result).text
+    assert "(95 %, over prompts: 2.70 to 3.30). The goal was 3.5" in Page(result).text
+    del sets["humaneval"]["acceptance_length_interval"]
+    assert "over prompts: 2" not in Page(result).text
+
+
+def test_kinds_stand_beside_each_other() -> None:
+    """With the sets that each was measured on, and their names as the field has them."""
+    kind = {"kind": "dflash2", "parameters": 1234, "steps": 56, "seconds": 78.0, "held_out_acceptance_length": 3.21,
+            "sets": {"gsm8k": measured(4.25, 0, 2.11)}, "geomean_acceptance_length": 4.25}  # fmt: skip
+    other = kind | {"kind": "dflash", "sets": {"mbpp": measured(3.5, 0, 1.75)}}
+    text = Page(required() | {"kinds": [kind, other], "train": {**whole()["train"], "optimizer": "muon"}}).text
+    assert "| DFlash2 | 1,234 | 56 | 1 min 18 s | 3.21 | 4.25, 2.11x | – | 4.25 |" in text
+    assert "| DFlash | 1,234 | 56 | 1 min 18 s | 3.21 | – | 3.50, 1.75x | 4.25 |" in text
+    assert "6 epochs, Muon, seed 2" in text and "Drafter kinds against each other" not in text
+
+
 def test_parts_that_are_missing_have_no_heading() -> None:
     """One machine and two sets are enough; all else is named among what was not measured."""
     full, least = Page(whole(), recipes(), recipes()), Page(required())
