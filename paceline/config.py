@@ -443,7 +443,8 @@ def load_config(path: Path | str | None, overrides: Iterable[str] = ()) -> RunCo
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"run file {path} cannot be read: {error.strerror}") from error
+            more = "; the run file comes first, overrides behind it" if "=" in str(path) else ""
+            raise ConfigError(f"run file {path} cannot be read: {error.strerror}{more}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"run file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         try:

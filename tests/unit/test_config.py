@@ -180,6 +180,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             load_config(path)
 
 
+def test_an_override_in_the_place_of_the_run_file_is_told_from_one() -> None:
+    """What was meant as the first override is no file; the message says what comes first."""
+    with pytest.raises(ConfigError, match=r"run file run\.dir=x cannot be read: .*; the run file comes first"):
+        load_config("run.dir=x", ["optim.lr=1e-3"])
+
+
 def test_an_override_into_an_empty_or_broken_section(tmp_path: Path) -> None:
     """An empty section takes overrides; one that holds a plain value is refused."""
     file = tmp_path / "run.yaml"
