@@ -5,8 +5,8 @@
 Both generators answer the same prompts, in our own words, after a warm-up of some of them that counts apart: compiling,
 recording, and the making of the room. A step is one token of all slots, all at one length; what attention takes of it
 is measured by the same calls without the rest of the layers, replayed alike, and what choosing the tokens takes by
-itself. `seen_gib` are the keys and values that
-count for it; on a CPU, where both generators run as they are, the whole room is read.
+itself. `seen_gib` are the keys and values that count for it; on a CPU, where both generators run as they are, the whole
+room is read.
 """
 
 from __future__ import annotations

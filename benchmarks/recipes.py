@@ -146,7 +146,9 @@ def main() -> None:
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else f"{torch.get_num_threads()} cores"
     out: dict[str, Any] = {
         "command": f"python -m benchmarks.recipes --target DIR --data DIR --variants {options.variants} "
-        f"--steps {options.steps} --seeds {options.seeds} --limit {options.limit} "
+        + (f"--base {options.base.name} " if options.base else "")
+        + (f"--only {' '.join(map(json.dumps, options.only))} " if options.only else "")
+        + f"--steps {options.steps} --seeds {options.seeds} --limit {options.limit} "
         f"--max-new-tokens {options.max_new_tokens} --device {options.device}"
         + (f" --equal-time {json.dumps(options.equal_time)}" if options.equal_time else ""),
         "versions": {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__,

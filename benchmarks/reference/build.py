@@ -94,7 +94,8 @@ def main() -> None:
     facts = {
         "command": "python -m benchmarks.reference.build --target MODEL --prompts DIR --out DIR "
         f"--max-new-tokens {options.max_new_tokens}" + (f" --limit {options.limit}" if options.limit else "")
-        + (f" --minutes {options.minutes:g}" if options.minutes else ""),
+        + (f" --minutes {options.minutes:g}" if options.minutes else "")
+        + (f" --concurrency {options.concurrency}" if options.concurrency else ""),
         "versions": {"paceline": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
                      "python": platform.python_version()},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} threads",

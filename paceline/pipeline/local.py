@@ -87,7 +87,8 @@ class InTurn:
             else:
                 self._count(time.perf_counter() - started)
             if self._clock is None and batch.context_feature.is_cuda:  # from the next batch on
-                self._clock = device_clock()
+                self._clock = DeviceClock()
+            self._harvest()
             self._coordinator.delivered(number)
             with stages.as_role("target-0"):
                 stages.PUT_WAIT.__enter__()  # until the drafter asks again
@@ -102,20 +103,19 @@ class InTurn:
         self._total_wait_s += seconds
         stages.set_gauge("get_wait_ns", int(1e9 * self._total_wait_s))
 
-    def take_waits(self) -> Waits:
-        """No put wait; the get wait is the target's own time, for which the drafter stood still."""
+    def _harvest(self) -> None:
+        """Count the turns that the device has done."""
         if self._clock is not None:
             self._clock.harvest(lambda stage, device_ns, lag_ns, is_drained: self._count(device_ns / 1e9))
+
+    def take_waits(self) -> Waits:
+        """No put wait; the get wait is the target's own time, for which the drafter stood still."""
+        self._harvest()
         waits, self._get_wait_s = Waits(0.0, self._get_wait_s, 0.0), 0.0
         return waits
 
     def num_ready(self) -> int:
         return 0
-
-
-def device_clock() -> DeviceClock:
-    """A clock for the work of one thread on its current stream."""
-    return DeviceClock()
 
 
 class TargetThreads:

@@ -91,7 +91,7 @@ class FakeClock:
 def test_a_turn_on_a_gpu_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launching says nothing of it: what the device took counts once it is known, and is counted once."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(local, "device_clock", FakeClock)
+    monkeypatch.setattr(local, "DeviceClock", FakeClock)
     stream = InTurn(features, Coordinator(0, 9))
     waits = []
     for _ in stream:
@@ -120,7 +120,6 @@ def test_a_gpu_tells_how_long_the_turns_took() -> None:
         return FeatureBatch(batch.tokens, batch.context_feature.cuda())
 
     stream = InTurn(make, Coordinator(0, 7))
-    found = 0.0
     for batch in stream:
         if batch.tokens.number == 0:
             torch.cuda.synchronize()
