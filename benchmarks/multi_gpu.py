@@ -3,12 +3,13 @@
     python -m benchmarks.multi_gpu --out DIR                            # all GPUs there are, Qwen3-8B's shape
     python -m benchmarks.multi_gpu --shape qwen3.6-27b --splits 5+3 --out DIR
     python -m benchmarks.multi_gpu --shape tiny --roles 3 --out DIR     # a rehearsal on a CPU, roles share its cores
+    python -m benchmarks.multi_gpu --shape qwen3-0.6b --roles 3 --splits 2+1 --out DIR     # on one GPU
 
 A random target of the shape is written as a folder, random conversations become a data set, and each layout is a run of
 the product in a process of its own. Every run takes the same micro-batches in the same steps:
 
     alone        one process, one GPU: what the scaling is measured against
-    colocated    a target and a drafter on every GPU, in turn
+    colocated    a target and a drafter on every GPU, in turn; left out where roles share one GPU
     N+M          N targets beside M drafters, for every split that is asked for; losses have to be those of `alone`
     struck       the main split once more, in which a target is killed and the run is looked at by `profile attach`,
                  stopped and resumed; losses have to be those of the same split left alone
@@ -330,7 +331,8 @@ def main() -> None:
         started = time.perf_counter()
         world = World(options, Path(folder))
         result["set_up_s"] = round(time.perf_counter() - started, 1)
-        for name in ("alone", "colocated", *splits):
+        shares = 0 < torch.cuda.device_count() < options.roles
+        for name in ("alone", *([] if shares else ["colocated"]), *splits):
             keep(name, world.run(name, world.topology(name)))
         struck = world.run("struck", world.topology(main_split), strike(world))
         if "losses" in struck and "losses" in runs.get(main_split, {}):
