@@ -302,7 +302,7 @@ def kernel_times(bench: Bench, steps: int = 2) -> dict[str, Any]:
     for start, end in spans:
         busy += max(0.0, end - max(start, reach))
         reach = max(reach, end)
-    longest = sorted(by_name.items(), key=lambda item: -item[1])[:14]
+    longest = sorted(by_name.items(), key=lambda item: -item[1])[:40]
     return {
         "by_kind_ms": {kind: round(ms, 2) for kind, ms in sorted(by_kind.items(), key=lambda item: -item[1])},
         "longest_ms": {name: round(ms, 2) for name, ms in longest},

@@ -1,34 +1,34 @@
 """The same data, batches, anchors, steps and schedule through another trainer's model and loss: speculators' DFlash.
 
-    python -m benchmarks.reference.peer --target MODEL --data DIR --out DIR --steps 1000 [--seed 0] [--device cuda]
+    python -m benchmarks.recipes --variants benchmarks/reference/peer.json --equal-time speculators ...
 
-Needs `speculators` 0.9.0 on the path. Rows are packed and features made by this project, so that both see the same;
-model, block mask, anchors (as many; drawn by its own rule), labels (the argmax of the target's head), loss and AdamW
-are speculators'. Rate and warm-up follow our schedule, and a step is one row, as its trainer has no micro-batches.
-`--out` becomes a folder of ours in the z-lab layout, which `benchmarks.reference.measure --run DIR` decodes as it does
-ours, with ``peer.json``: loss and seconds of the steps.
+trains both (`train_peer` is a variant's run there) and decodes with both; `compare` is what comes of it. Needs
+`speculators` 0.9.0 on the path. Rows are packed and features made by this project, so that both see the same; model,
+block mask, anchors (as many; drawn by its own rule), labels (the argmax of the target's head), loss and AdamW are
+speculators'. Rate and warm-up follow our schedule, and a step is one row, as its trainer has no micro-batches.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import peers
-from benchmarks.reference.train import run_of
 from paceline.cli.train import resolve_config
-from paceline.config import config_of
-from paceline.export.zlab import export_zlab
+from paceline.config import RunConfig
 from paceline.models.draft import DFlashDrafter, DraftShape
 from paceline.models.target import Target
 from paceline.plan.resolve import ResolvedRun
 from paceline.train.optim import learning_rate
+
+WARM_STEPS = 10
+"""Steps that no time is taken of: compilation."""
 
 
 def peer_shape(draft: DraftShape, resolved: ResolvedRun) -> peers.PeerShape:
@@ -93,60 +93,112 @@ def to_drafter(peer: SpeculatorsOnTarget, shape: DraftShape) -> DFlashDrafter:
     return drafter
 
 
-def main() -> None:
-    """Train, and write the drafter."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--num-layers", type=int, default=5)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--tokens-per-step", type=int, default=24_576)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda")
-    options = parser.parse_args()
-    options.kind, options.run, options.hours = "dflash", options.out, None
-    options.tokens_per_batch = options.tokens_per_step
-    tree = run_of(options)
-    tree["run"]["max_steps"] = options.steps
-    resolved, _ = resolve_config(config_of(tree))
+def train_peer(config: RunConfig) -> tuple[DFlashDrafter, dict[str, Any]]:
+    """Train the peer as the run file says; its drafter in our class, and what it took.
+
+    A step's time is from one to the next, the target's forward in it; nothing waits for the device in between.
+    """
+    resolved, _ = resolve_config(config)
     config = resolved.config
-    dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
+    device = torch.device(config.run.device)
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    started = time.perf_counter()
     target = Target.load(
-        options.target,
+        config.target.path,
         layer_ids=resolved.draft.target_layer_ids,
         dtype=dtype,
-        device=options.device,
+        device=device,
         needs_last_hidden=True,
         row_length=int(config.pipeline.tokens_per_batch),
     )
-    on_gpu = options.device.startswith("cuda")
     shape = peer_shape(resolved.draft, resolved)
     peers.ROPE["rope_theta"] = resolved.draft.rope["rope_theta"]
     peer = SpeculatorsOnTarget(
-        shape, options.device, dtype, compiled=on_gpu, loss="fused" if on_gpu else "eager", seed=options.seed
+        shape, device, dtype, compiled=on_gpu, loss="fused" if on_gpu else "eager", seed=config.run.seed
     )
     peer.adopt(target)
-    losses, seconds = [], []
-    for step in range(resolved.total_steps):
-        features = target.features(resolved.batches.batch(step))
-        started = time.perf_counter()
-        losses.append(float(peer.train_row(features, learning_rate(step, resolved.total_steps, config.optim))))
-        seconds.append(time.perf_counter() - started)
-        if step % 50 == 0:
-            print(step, round(losses[-1], 4), flush=True)
-    drafter = to_drafter(peer, dataclasses.replace(resolved.draft, kind="dflash"))
-    export_zlab(drafter, options.out)
-    record = {
-        "peer": "speculators",
+    losses: list[torch.Tensor] = []
+    tokens, steps = 0, resolved.total_steps
+    warm = min(WARM_STEPS, steps // 3)
+    began = started
+    with ThreadPoolExecutor(1) as reader:  # rows are packed beside training, as ours are
+        ahead = reader.submit(resolved.batches.batch, 0)
+        for step in range(steps):
+            batch = ahead.result()
+            if step + 1 < steps:
+                ahead = reader.submit(resolved.batches.batch, step + 1)
+            if step == warm:
+                _synchronise(device)
+                began = time.perf_counter()
+            rate = learning_rate(step, steps, config.optim)
+            losses.append(peer.train_row(target.features(batch), rate).detach())
+            tokens += batch.num_tokens
+    _synchronise(device)
+    ended = time.perf_counter()
+    peer.check_finite()
+    return to_drafter(peer, dataclasses.replace(resolved.draft, kind="dflash")), {
+        "seed": config.run.seed,
+        "steps": steps,
+        "ms_per_step": round(1e3 * (ended - began) / (steps - warm), 2),
+        "seconds": round(ended - started, 1),
+        "tokens": tokens,
+        "loss": round(float(torch.stack(losses[-20:]).float().mean()), 4),
+        "estimated_acceptance_length": None,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
         "settings": peer.settings,
-        "steps": len(losses),
-        "loss": losses,
-        "seconds": seconds,
     }
-    (options.out / "peer.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":
-    main()
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ----------------------------------------------------------------------------------------------------- the comparison
+
+DRAWS = 4000
+HOW = (
+    f"95 % over {DRAWS:,} draws of seeds and, within each set, of prompts, the same ones for both; the ratio is of "
+    "geometric means over the sets"
+)
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Ours beside the peer, from rows of `benchmarks.recipes`: the ``peer`` of ``reference.json``.
+
+    Args:
+        rows: Those with ``peer`` are the peer's. Each has ``counts``: by set, tokens committed and target forwards of
+            every prompt, ``[P, 2]``.
+    """
+    theirs = {row["seed"]: _counts(row) for row in rows if row.get("peer")}
+    name = next(row["name"] for row in rows if row.get("peer"))
+    found: dict[str, Any] = {"name": name, "seeds": len(theirs), "how": HOW}
+    for equal in ("steps", "time"):
+        ours = {row["seed"]: _counts(row) for row in rows if not row.get("peer") and row["equal"] == equal}
+        seeds = sorted(ours.keys() & theirs.keys())
+        if not seeds:
+            continue
+        both = np.array([[ours[seed], theirs[seed]] for seed in seeds], dtype=float)  # [seeds, 2, sets, prompts, 2]
+        means = _geometric_means(both)
+        found[f"ours_equal_{equal}"], found[f"acceptance_length_equal_{equal}"] = means.tolist()
+        generator, ratios = np.random.default_rng(0), []
+        num_seeds, _, num_sets, num_prompts, _ = both.shape
+        for _ in range(DRAWS):
+            drawn = both[generator.integers(0, num_seeds, num_seeds)]
+            picked = [drawn[:, :, i, generator.integers(0, num_prompts, num_prompts)] for i in range(num_sets)]
+            mine, other = _geometric_means(np.stack(picked, axis=2))
+            ratios.append(mine / other)
+        found[f"ratio_equal_{equal}"] = [float(each) for each in np.quantile(ratios, (0.025, 0.975))]
+    return found
+
+
+def _counts(row: dict[str, Any]) -> list[list[list[int]]]:
+    return [row["counts"][name] for name in sorted(row["counts"])]
+
+
+def _geometric_means(counts: np.ndarray) -> np.ndarray:
+    """Of both trainers ``[2]``: prompts pooled, then the mean of seeds, then the geometric mean of the sets."""
+    pooled = counts.sum(axis=3)  # [seeds, 2, sets, 2]
+    lengths = (pooled[..., 0] / pooled[..., 1]).mean(axis=0)  # [2, sets]
+    return np.exp(np.log(lengths).sum(axis=1) / lengths.shape[1])
