@@ -179,15 +179,14 @@ def compare(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         seeds = sorted(ours.keys() & theirs.keys())
         if not seeds:
             continue
-        both = np.array([[ours[seed], theirs[seed]] for seed in seeds], dtype=float)  # [seeds, 2, sets, prompts, 2]
-        means = _geometric_means(both)
-        found[f"ours_equal_{equal}"], found[f"acceptance_length_equal_{equal}"] = means.tolist()
+        pairs = [zip(ours[seed], theirs[seed], strict=True) for seed in seeds]
+        sets = [np.array(each, dtype=float) for each in zip(*pairs, strict=True)]  # [seeds, 2, prompts, 2] of each
+        found[f"ours_equal_{equal}"], found[f"acceptance_length_equal_{equal}"] = _geometric_means(sets).tolist()
         generator, ratios = np.random.default_rng(0), []
-        num_seeds, _, num_sets, num_prompts, _ = both.shape
         for _ in range(DRAWS):
-            drawn = both[generator.integers(0, num_seeds, num_seeds)]
-            picked = [drawn[:, :, i, generator.integers(0, num_prompts, num_prompts)] for i in range(num_sets)]
-            mine, other = _geometric_means(np.stack(picked, axis=2))
+            drawn = generator.integers(0, len(seeds), len(seeds))
+            picked = [one[drawn][:, :, generator.integers(0, one.shape[2], one.shape[2])] for one in sets]
+            mine, other = _geometric_means(picked)
             ratios.append(mine / other)
         found[f"ratio_equal_{equal}"] = [float(each) for each in np.quantile(ratios, (0.025, 0.975))]
     return found
@@ -197,8 +196,7 @@ def _counts(row: dict[str, Any]) -> list[list[list[int]]]:
     return [row["counts"][name] for name in sorted(row["counts"])]
 
 
-def _geometric_means(counts: np.ndarray) -> np.ndarray:
+def _geometric_means(sets: Sequence[np.ndarray]) -> np.ndarray:
     """Of both trainers ``[2]``: prompts pooled, then the mean of seeds, then the geometric mean of the sets."""
-    pooled = counts.sum(axis=3)  # [seeds, 2, sets, 2]
-    lengths = (pooled[..., 0] / pooled[..., 1]).mean(axis=0)  # [2, sets]
-    return np.exp(np.log(lengths).sum(axis=1) / lengths.shape[1])
+    pooled = np.stack([one.sum(axis=2) for one in sets])  # [sets, seeds, 2, 2]
+    return np.exp(np.log((pooled[..., 0] / pooled[..., 1]).mean(axis=1)).mean(axis=0))
