@@ -30,7 +30,7 @@ from paceline.config import load_config
 from paceline.pipeline.coordinator import Coordinator
 from paceline.pipeline.local import open_stream
 from paceline.plan import speed
-from paceline.plan.cards import CARDS
+from paceline.plan.cards import CARDS, Card
 from paceline.plan.flops import draft_work, target_work
 from paceline.plan.outline import BUILT_IN, Documents, Outline, outline, target_sizes
 from paceline.plan.speed import Times, times
@@ -120,6 +120,8 @@ NOTES = [
     "Of the hybrid and the mixture the target's half was fitted (gated-delta layers, experts), the drafter's was not.",
     "smollm2-135m-launched: halves were timed one by one, launch after launch, and add up to more than its step.",
     "Memory of step-small-h200's smollm2-135m is left out: what its CUDA graph held was not counted there.",
+    "`calibrated_step_errors`: with the rates that `paceline plan --calibrate` measured on an H200 on another day "
+    "(calibration-h200.json) in place of those fitted on the runs; per-score and per-byte constants stay.",
     "No run with several GPUs, none of dflash2 or dspark, and none with several micro-batches a step is committed: the "
     "plan's splits, exchanges, transport and those kinds are calculations that nothing was held against.",
 ]
@@ -174,6 +176,21 @@ def documents(name: str) -> tuple[int, ...]:
     """Lengths of all documents of a case's rows, as `benchmarks.step.make_rows` draws them."""
     case = next(each for each in step.CASES if each.name == name)
     return tuple(end - start for row in step.make_rows(case, 1000) for start, end in row.spans)
+
+
+def calibrated() -> Card:
+    """What `paceline plan --calibrate` measured of an H200."""
+    return Card(**result("calibration-h200")["card"])
+
+
+def calibrated_errors() -> dict[str, float]:
+    """Error of every run's step by the card that was measured in place of the one in the table."""
+    card, found = calibrated(), {}
+    for run in RUNS:
+        seconds = times(planned(run), card)
+        predicted = (seconds.target_s + seconds.drafter_s + seconds.update_s) / MS
+        found[run.name] = round(predicted / measured(run)["step_ms"] - 1.0, 4)
+    return found
 
 
 def compare(run: Run) -> dict[str, Any]:
@@ -289,6 +306,7 @@ def error_table() -> dict[str, Any]:
             if not row["is_prediction"] and not row["fitted_here"][role]
         },
         "largest_memory_error": max((row["error_frac"].get("peak_gib", 0.0) for row in rows), key=abs),
+        "calibrated_step_errors": calibrated_errors(),
         "notes": NOTES,
         "left_out": LEFT_OUT,
         "runs": rows,

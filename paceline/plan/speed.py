@@ -210,6 +210,7 @@ def assumptions(card: Card) -> dict[str, dict[str, Any]]:
             "link_gb_per_s": card.link_gb_per_s,
             "host_gb_per_s": card.host_gb_per_s,
             "memory_gib": card.memory_gib,
+            "softmax_factor": card.softmax_factor,
             "source": card.source,
         }
     }
