@@ -225,15 +225,25 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
 GROUP = 128
 """Neighbouring tokens of which `best_of_rows` looks at the best one first. It divides the vocabularies of today."""
 
+MOST_BY_KERNEL = 64
+"""Candidates of a row that the kernel finds: it holds the tokens among which it chooses in registers."""
+
 
 def best_of_rows(logits: Tensor, num: int) -> Candidates:
     """The `num` largest of each row ``[..., V]``, descending: values of the logits' type, and ids.
 
     A selection among all tokens passes over them many times on a GPU. The best of every group takes one pass, and the
     largest are in the groups with the largest best ones. Of tokens that are as good as each other any may be taken.
+    On CUDA this is the kernel of `best_of_rows_triton`, through which no gradient flows.
     """
     vocab_size = logits.shape[-1]
-    if vocab_size % GROUP or vocab_size <= num * GROUP:
+    if vocab_size <= num * GROUP:
+        return Candidates(*logits.topk(num, dim=-1))
+    if _has_kernels(logits.device) and num <= MOST_BY_KERNEL:
+        from paceline.kernels.best_of_rows_triton import best_of_rows  # Triton is there on CUDA hosts alone
+
+        return Candidates(*best_of_rows(logits, num))
+    if vocab_size % GROUP:
         return Candidates(*logits.topk(num, dim=-1))
     groups = logits.unflatten(-1, (-1, GROUP))  # [..., V / GROUP, GROUP]
     chosen = groups.amax(-1).topk(num, dim=-1).indices  # [..., C]

@@ -4,7 +4,8 @@
 
 The target's distribution is made again from its last hidden state, for the rows of a chunk alone. A bias of low rank
 may be added to the drafter's logits, whose factors learn as well. Gradients are made in the forward pass. What is done
-to a chunk is plain tensor code; on CUDA it is compiled, a few passes over the chunk's logits.
+to a chunk is plain tensor code; on CUDA it is the kernel of `linear_mixed_loss_triton`, and with D-PACE the plain code,
+compiled.
 Shape letters: T rows, V vocabulary, D hidden, E rank of the bias, S positions of the target, C candidates.
 """
 
@@ -127,28 +128,35 @@ class _LinearMixedLoss(torch.autograd.Function):
         loss, weight_sum = (torch.zeros((), device=hidden.device) for _ in range(2))
         grad_bias_rows = None if bias_rows is None else torch.zeros_like(bias_rows)
         grad_table = None if bias_table is None else torch.zeros_like(bias_table, dtype=torch.float32)
-        body = _run_compiled_body if hidden.is_cuda else _rows_of_chunk
         per_chunk = chunk_rows(dpace) if hidden.is_cuda else host_chunk_rows(head, dpace)
+        is_bare = head.scale == 1.0 and head.softcap is None  # then the bias is a part of the products
         for start in range(0, num_rows, per_chunk):
             chunk = slice(start, min(start + per_chunk, num_rows))
             index = chunk if rows is None else rows[chunk]
             weight, idle = weights[index], (weights[index] == 0)[:, None]  # NaN times 0 would be NaN
             products = hidden[index].masked_fill(idle, 0.0) @ head.weight.T
             target = target_hidden[target_rows[index]].masked_fill(idle, 0.0).to(head.weight.dtype) @ head.weight.T
-            factors = None if bias_rows is None else bias_rows[index].masked_fill(idle, 0.0)
-            added = None if factors is None or bias_table is None else factors @ bias_table.T
-            found = body(products, target, added, labels[index], weight, head.scale, head.softcap, mix, dpace)
-            chunk_loss, weight, hits[index], overlap[index], grad_products, grad_added = found
             if num_candidates:
-                logits = head.transformed(products.float())
-                best.logits[index], best.ids[index] = best_of_rows(logits, num_candidates)
+                top, best.ids[index] = best_of_rows(products, num_candidates)
+                best.logits[index] = head.transformed(top.float())
+            factors = None if bias_rows is None else bias_rows[index].masked_fill(idle, 0.0)
+            added = None
+            if factors is not None and bias_table is not None:
+                if is_bare:
+                    torch.addmm(products, factors, bias_table.T, out=products)
+                else:
+                    added = factors @ bias_table.T
+            found = _worked_on(products, target, added, labels[index], weight, head.scale, head.softcap, mix, dpace)
+            chunk_loss, weight, hits[index], overlap[index], grad_products, grad_added = found
             loss += chunk_loss
             weight_sum += weight
             gradient[index] = grad_products @ head.weight
             if factors is not None and bias_table is not None:
                 assert grad_bias_rows is not None and grad_table is not None
+                grad_added = grad_products if grad_added is None else grad_added
                 grad_bias_rows[index] = grad_added @ bias_table
-                grad_table += (grad_added.T @ factors).float()
+                grad_table += grad_added.T @ factors
+            del products, target, added, found, grad_products, grad_added  # or the next would be made beside them
         ctx.head = head
         saved = [gradient, best.logits, best.ids]
         ctx.has_bias = bias_table is not None
@@ -167,9 +175,35 @@ class _LinearMixedLoss(torch.autograd.Function):
         return (grad, *[None] * 8, *(grads_of_bias or (None, None)), None, None)
 
 
-def _run_compiled_body(*args: Any) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = run_compiled(_rows_of_chunk, *args)
-    return found
+def _has_kernels(device: torch.device) -> bool:
+    """Whether the rows are worked on by a Triton kernel, or by compiled code."""
+    return device.type == "cuda"
+
+
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _worked_on(
+    products: Tensor,
+    target: Tensor,
+    added: Tensor | None,
+    labels: Tensor,
+    weights: Tensor,
+    scale: float,
+    softcap: float | None,
+    mix: Mix,
+    dpace: DPace | None,
+) -> Rows:
+    """What `_rows_of_chunk` says; `products` and `added` may be overwritten."""
+    rest = labels, weights, scale, softcap
+    if not _has_kernels(products.device):
+        return _rows_of_chunk(products, target, added, *rest, mix, dpace)
+    if dpace is not None:  # whose weights need the losses of a whole block first
+        found: Rows = run_compiled(_rows_of_chunk, products, target, added, *rest, mix, dpace)
+        return found
+    from paceline.kernels.linear_mixed_loss_triton import rows_of_chunk  # Triton is there on CUDA hosts alone
+
+    return rows_of_chunk(products, target, added, *rest, (mix.ce, mix.kl, mix.l1))
 
 
 def _rows_of_chunk(
@@ -182,12 +216,12 @@ def _rows_of_chunk(
     softcap: float | None,
     mix: Mix,
     dpace: DPace | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Rows:
     """Losses of a chunk's rows and the gradients of its logits.
 
     Args:
         products, target: ``[n, V]``, bare products of the head with the drafter's and the target's hidden rows.
-        added: ``[n, V]``, the bias.
+        added: ``[n, V]``, the bias, unless there is none or it is in the products.
     Returns: sum of the loss, sum of the weights, hits ``[n]``, overlap ``[n]``, and the gradients of `products` and of
         `added`, in their type.
     """
@@ -218,5 +252,5 @@ def _rows_of_chunk(
         (at_label >= log_p.amax(1, keepdim=True))[:, 0],
         1 - distance / 2,
         stored_gradient(gradient, own, scale, softcap).to(products.dtype),
-        gradient.to(products.dtype),
+        None if added is None else gradient.to(added.dtype),
     )

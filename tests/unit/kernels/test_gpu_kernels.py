@@ -11,11 +11,20 @@ from torch.nn import functional as F
 
 from paceline.kernels import linear_cross_entropy
 from paceline.kernels.adamw import adamw_, squared_norm
-from paceline.kernels.linear_cross_entropy import CHUNK_ROWS, DPace, Head, weighted_linear_cross_entropy
+from paceline.kernels.linear_cross_entropy import CHUNK_ROWS, DPace, Head, best_of_rows, weighted_linear_cross_entropy
+from paceline.kernels.linear_mixed_loss import Bias, Mix, linear_mixed_loss
 from paceline.kernels.static_attention import attend_slots
-from tests.unit.kernels import test_static_attention
+from tests.unit.kernels import test_linear_mixed_loss, test_static_attention
 from tests.unit.kernels.test_adamw import BETAS, EPS, NO_FACTOR, assert_follows_torch, hyper_at, state
-from tests.unit.kernels.test_linear_cross_entropy import VARIANTS, assert_is_reference, case, shuffled_blocks
+from tests.unit.kernels.test_linear_cross_entropy import (
+    VARIANTS,
+    assert_are_the_best,
+    assert_is_reference,
+    case,
+    hard_rows,
+    shuffled_blocks,
+)
+from tests.unit.kernels.test_linear_mixed_loss import MIXES, assert_is_the_body, chunk
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,6 +184,143 @@ def test_the_loss_in_a_graph(dpace: DPace | None) -> None:
     rows.copy_(shuffled_blocks(600, 4, seed=1))
     graph.replay()
     assert all(torch.equal(one, wanted) for one, wanted in zip(captured, call(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [9000, 49_152, 50_257, 151_936])
+@pytest.mark.parametrize("num", [1, 5, 16, 64])
+def test_the_best_of_rows(vocab: int, num: int, dtype: torch.dtype) -> None:
+    """They are those of `topk`, whatever the rows hold, and bits repeat."""
+    for logits in hard_rows((3, 7, vocab), dtype, "cuda"):
+        found = best_of_rows(logits, num)
+        assert_are_the_best(logits, found, num)
+        assert torch.equal(found.ids, best_of_rows(logits, num).ids)
+
+
+def test_the_best_of_rows_in_a_graph() -> None:
+    """A captured call, replayed on other logits, finds the best of those, and nothing waits for the device."""
+    logits = torch.randn(100, 49_152, generator=torch.Generator("cuda").manual_seed(0), device="cuda").bfloat16()
+    best_of_rows(logits, 16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = best_of_rows(logits, 16)
+    logits.copy_(logits.flip(1) * 2)
+    graph.replay()
+    assert_are_the_best(logits, found, 16)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        best_of_rows(logits, 16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_best_of_rows_on_another_device() -> None:
+    """On a device that is not the thread's own."""
+    logits = torch.randn(10, 49_152, generator=torch.Generator("cuda:1").manual_seed(0), device="cuda:1")
+    assert_are_the_best(logits, best_of_rows(logits, 5), 5)
+
+
+@pytest.mark.parametrize("num", [5, 16])
+def test_candidates_beside_the_loss(large: tuple[Tensor, Head, Tensor, Tensor, Tensor], num: int) -> None:
+    """They are the best of the chunk's logits, and the loss and its gradient stay what they are without them."""
+    hidden, head, labels, weights, rows = large
+    x = hidden.clone().requires_grad_()
+    results = []
+    for asked in (0, num):
+        found = weighted_linear_cross_entropy(x, head, labels, weights, rows, NUM_ROWS, num_candidates=asked)
+        results.append((found.loss.detach(), found.hits, *torch.autograd.grad(found.loss, x)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert found.candidates is not None
+    taken = rows[:NUM_ROWS:16]
+    logits, ids = (each[taken] for each in found.candidates)
+    wanted = hidden[taken].float() @ head.weight.float().T
+    torch.testing.assert_close(logits, wanted.gather(1, ids), rtol=1e-2, atol=2e-2)  # bfloat16 of the chunk's products
+    torch.testing.assert_close(logits, wanted.topk(num).values, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("mix", [MIXES[1], MIXES[3], Mix(0.1, 0.0, 0.9)], ids=str)
+@pytest.mark.parametrize(("softcap", "scale"), [VARIANTS[0], VARIANTS[3]])
+@pytest.mark.parametrize("vocab", [997, 49_152, 151_936])
+def test_chunks_of_the_mixed_loss(vocab: int, softcap: float | None, scale: float, mix: Mix, has_bias: bool) -> None:
+    """They are what plain tensors make of them: within float32 rounding, and within that of bfloat16 gradients."""
+    for dtype, rtol, atol in ((torch.float32, 1e-4, 5e-6), (torch.bfloat16, 2**-7, 5e-6)):
+        arguments = chunk(20, vocab, softcap, scale, has_bias, dtype, "cuda")
+        assert_is_the_body(arguments, mix, rtol, atol)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("mix", "dpace"), [*((mix, None) for mix in MIXES), (MIXES[3], DPace(3))], ids=str)
+@pytest.mark.parametrize(("softcap", "scale"), [VARIANTS[0], VARIANTS[3]])
+def test_the_mixed_loss(softcap: float | None, scale: float, mix: Mix, dpace: DPace | None, has_bias: bool) -> None:
+    """In float32 loss, weights, overlap and all gradients are those of autograd in float64, with candidates beside."""
+    args = test_linear_mixed_loss.case()
+    if dpace is not None:
+        args["weights"] = (args["weights"] > 0.2).float()
+    loss, weight, overlap, grads = test_linear_mixed_loss.reference(args, softcap, scale, mix, dpace, has_bias)
+    leaves = [each.cuda().requires_grad_() for each in (args["hidden"], *args["bias"])]
+    labels, weights, states, rows = (
+        args[name].cuda() for name in ("labels", "weights", "target_hidden", "target_rows")
+    )
+    found, ours = linear_mixed_loss(
+        leaves[0], Head(args["head"].cuda(), softcap, scale), labels, weights, None, len(labels), states, rows, mix,
+        bias=Bias(*leaves[1:]) if has_bias else None, dpace=dpace, num_candidates=3,
+    )  # fmt: skip
+    found.loss.backward()
+    torch.testing.assert_close(found.loss.double().cpu(), loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.weight.double().cpu(), weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((ours * (weights != 0)).double().cpu(), overlap, rtol=1e-5, atol=1e-6)
+    for tensor, grad in zip(leaves, grads, strict=False):
+        assert tensor.grad is not None
+        torch.testing.assert_close(tensor.grad.double().cpu(), grad, rtol=1e-4, atol=1e-5)
+    assert found.candidates is not None
+    logits = Head(args["head"], softcap, scale).logits(args["hidden"]).topk(3).values.cuda()
+    torch.testing.assert_close(found.candidates.logits[weights != 0], logits[weights != 0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_mixed_loss_holds_two_chunks(large: tuple[Tensor, Head, Tensor, Tensor, Tensor]) -> None:
+    """Of a large head in bfloat16: the drafter's logits and the target's. Nothing waits for the device, and a captured
+    call repeats the bits."""
+    hidden, head, labels, weights, rows = large
+    states, places = hidden.roll(1, 0), torch.arange(ROWS, device="cuda")
+    x = hidden.clone().requires_grad_()
+    g = torch.Generator("cuda").manual_seed(1)
+    bias = Bias(
+        *(
+            (0.1 * torch.randn(num, 256, generator=g, device="cuda")).bfloat16().requires_grad_()
+            for num in (ROWS, VOCAB)
+        )
+    )
+
+    def call() -> tuple[Tensor, ...]:
+        found, overlap = linear_mixed_loss(
+            x, head, labels, weights, rows, NUM_ROWS, states, places, Mix(0.1, 0.0, 0.9), bias=bias
+        )
+        return found.loss.detach(), found.hits, overlap, *torch.autograd.grad(found.loss, [x, *bias])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    chunk_bytes = CHUNK_ROWS * VOCAB * 2
+    tables = 12 * VOCAB * 256  # the sum of its gradient in float32, and in bfloat16 a chunk's, then the whole, twice
+    assert torch.cuda.max_memory_allocated() - held < 2.2 * chunk_bytes + 4 * hidden.nbytes + tables
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(first, captured, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(1,), (37,), (1024,), (300, 1000)])

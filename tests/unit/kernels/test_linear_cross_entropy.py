@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.kernels import linear_cross_entropy
-from paceline.kernels.linear_cross_entropy import DPace, Head, best_of_rows, weighted_linear_cross_entropy
+from paceline.kernels.linear_cross_entropy import Candidates, DPace, Head, best_of_rows, weighted_linear_cross_entropy
 from tests import oracles
 
 VARIANTS = [(None, 1.0), (2.0, 1.0), (None, 0.37), (1.5, 2.5)]
@@ -266,14 +268,37 @@ def test_logits_of_the_head(softcap: float | None, scale: float) -> None:
     assert narrow.logits(hidden.bfloat16()).dtype == torch.float32
 
 
+def assert_are_the_best(logits: Tensor, found: Candidates, num: int) -> None:
+    """Values are those of `topk`, bit for bit, each id has its value, and none comes twice; NaN is the largest."""
+    values, ids = found
+    assert values.dtype == logits.dtype and ids.dtype == torch.int64
+    assert int(ids.min()) >= 0 and int(ids.max()) < logits.shape[-1]
+    for one in (logits.topk(num, dim=-1).values, logits.gather(-1, ids)):
+        torch.testing.assert_close(values, one, rtol=0.0, atol=0.0, equal_nan=True)
+    assert all(len(set(row)) == num for row in ids.flatten(0, -2).tolist())
+
+
+def hard_rows(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Iterator[Tensor]:
+    """Logits of which all differ, many are alike, all are -inf but a few, or any are NaN of either sign or infinite."""
+    generator = torch.Generator().manual_seed(0)
+    some = torch.rand(shape, generator=generator)
+    logits = torch.randn(shape, generator=generator).to(dtype)
+    few = torch.where(some < 0.002, logits, -torch.inf)
+    for each in (
+        logits,
+        torch.randint(-2, 2, shape, generator=generator).to(dtype),
+        few,
+        torch.where(some > 0.999, -torch.tensor(torch.nan, dtype=dtype), few),
+        torch.where(some > 0.5, torch.tensor(torch.nan, dtype=dtype), logits),
+        torch.where(some > 0.9999, torch.inf, logits),
+    ):
+        yield each.to(device)
+
+
 @pytest.mark.parametrize("shape", [(7, 384), (3, 5, 1024), (4, 300), (6, 256)])
 @pytest.mark.parametrize("num", [1, 2, 5])
 def test_the_best_of_rows_are_those_of_topk(shape: tuple[int, ...], num: int) -> None:
     """Values in order and the tokens that have them, no token twice: in groups, with a rest that no group takes, and
     among logits of which many are alike."""
-    generator = torch.Generator().manual_seed(0)
-    for logits in (torch.randn(shape, generator=generator), torch.randint(0, 4, shape, generator=generator).float()):
-        values, ids = best_of_rows(logits, num)
-        assert torch.equal(values, logits.topk(num, dim=-1).values)
-        assert torch.equal(logits.gather(-1, ids), values)
-        assert all(len(set(row)) == num for row in ids.flatten(0, -2).tolist())
+    for logits in hard_rows(shape, torch.float32):
+        assert_are_the_best(logits, best_of_rows(logits, num), num)

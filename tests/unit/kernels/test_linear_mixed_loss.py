@@ -215,3 +215,43 @@ def test_the_chunk_s_code_can_be_compiled() -> None:
         args = products, target, bias, labels, weights, 1.0, softcap, Mix(0.2, 0.3, 0.5), dpace
         for one, other in zip(compiled(*args), module._rows_of_chunk(*args), strict=True):
             torch.testing.assert_close(one, other)
+
+
+def chunk(
+    num: int, vocab: int, softcap: float | None, scale: float, has_bias: bool, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Any, ...]:
+    """The first arguments of `_rows_of_chunk`, with some hits, a row of weight 0, and sharp distributions."""
+    g = torch.Generator().manual_seed(vocab)
+    products, target, added = (2.0 * torch.randn(num, vocab, generator=g) for _ in range(3))
+    products[-1] *= 10.0
+    target[-2] *= 10.0
+    target[0] = products[0]
+    labels, weights = torch.randint(0, vocab, (num,), generator=g), torch.rand(num, generator=g)
+    products[torch.arange(2), labels[:2]] = added[torch.arange(2), labels[:2]] = 12.0
+    weights[1] = 0.0
+    products, target, added = (each.to(device, dtype) for each in (products, target, added))
+    return products, target, added if has_bias else None, labels.to(device), weights.to(device), scale, softcap
+
+
+def assert_is_the_body(arguments: tuple[Any, ...], mix: Mix, rtol: float, atol: float) -> None:
+    """The kernel gives what `_rows_of_chunk` does. Of a million tokens few are as likely for drafter and target but for
+    rounding, which then says which way L1 pulls."""
+    from paceline.kernels.linear_mixed_loss_triton import rows_of_chunk
+
+    wanted = module._rows_of_chunk(*arguments, mix, None)
+    products, target, added, *rest = arguments
+    before = target.clone()
+    found = rows_of_chunk(
+        products.clone(), target, None if added is None else added.clone(), *rest, (mix.ce, mix.kl, mix.l1)
+    )
+    assert torch.equal(target, before)
+    assert torch.equal(found[2], wanted[2]) and wanted[2].any() and not wanted[2].all()
+    for i in (0, 1, 3):  # loss, weights, overlap
+        torch.testing.assert_close(found[i], wanted[i], rtol=2e-5, atol=1e-5)
+    assert (found[5] is None) == (added is None)
+    for one, other in zip(found[4:], wanted[4:], strict=True):
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype
+            one, other = one.float(), other.float()
+            assert (one - other).norm() < rtol * other.norm()
+            assert int((~torch.isclose(one, other, rtol, atol)).sum()) <= 3e-6 * one.numel()

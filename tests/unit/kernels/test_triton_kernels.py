@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.kernels import adamw, linear_cross_entropy, static_attention
-from paceline.kernels.linear_cross_entropy import DPace, Head, weighted_linear_cross_entropy
-from tests.unit.kernels import test_adamw, test_linear_cross_entropy, test_static_attention
+from paceline.kernels import adamw, linear_cross_entropy, linear_mixed_loss, static_attention
+from paceline.kernels.linear_cross_entropy import DPace, Head, best_of_rows, weighted_linear_cross_entropy
+from paceline.kernels.linear_mixed_loss import Mix
+from tests.unit.kernels import test_adamw, test_linear_cross_entropy, test_linear_mixed_loss, test_static_attention
 from tests.unit.kernels.test_adamw import BETAS, EPS, NO_FACTOR, hyper_at, state
 from tests.unit.kernels.test_linear_cross_entropy import assert_is_reference, case, shuffled_blocks
+from tests.unit.kernels.test_linear_mixed_loss import MIXES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -45,12 +47,19 @@ interpreted = pytest.mark.skipif(not (INTERPRETED and HAS_TRITON), reason="run b
 
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors are given to the kernels, in chunks of 9 rows and tiles of 16 logits, 64 elements or 16 positions."""
-    from paceline.kernels import adamw_triton, linear_cross_entropy_triton, static_attention_triton
+    """CPU tensors are given to the kernels, in chunks of 9 rows and tiles of 8 or 16 logits, 64 elements or 16 keys."""
+    from paceline.kernels import (
+        adamw_triton,
+        linear_cross_entropy_triton,
+        linear_mixed_loss_triton,
+        static_attention_triton,
+    )
 
     monkeypatch.setattr(linear_cross_entropy, "_has_kernels", lambda device: True)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 9)
     monkeypatch.setattr(linear_cross_entropy_triton, "BLOCK", 16)
+    monkeypatch.setattr(linear_mixed_loss, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(linear_mixed_loss_triton, "BLOCK", 8)
     monkeypatch.setattr(adamw, "_has_kernels", lambda device: True)
     monkeypatch.setattr(adamw_triton, "BLOCK", 64)
     monkeypatch.setattr(static_attention, "_has_kernels", lambda device: True)
@@ -120,6 +129,48 @@ def test_rows_with_large_or_equal_logits() -> None:
     weight = torch.tensor([[1.0], [2.0], [2.0], [0.0]])
     hits = weighted_linear_cross_entropy(torch.ones(4, 1), Head(weight, 30.0), torch.arange(4), torch.ones(4))[2]
     assert hits.tolist() == [False, True, True, False]
+
+
+@interpreted
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "num"), [((3, 384), 1), ((2, 1, 1027), 5), ((2, 1024), 7), ((1, 2176), 16)])
+def test_the_best_of_rows(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], num: int, dtype: torch.dtype
+) -> None:
+    """They are those of `topk`, in blocks that fill the row or do not."""
+    from paceline.kernels import best_of_rows_triton
+
+    monkeypatch.setattr(best_of_rows_triton, "BLOCK", 128)
+    for logits in test_linear_cross_entropy.hard_rows(shape, dtype):
+        test_linear_cross_entropy.assert_are_the_best(logits, best_of_rows(logits, num), num)
+    assert [len(each) for each in best_of_rows(torch.zeros(0, 1024, dtype=dtype), 7)] == [0, 0]
+
+
+@interpreted
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+@pytest.mark.parametrize(("softcap", "scale"), VARIANTS)
+def test_the_mixed_loss(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, scale: float, mix: Mix, has_bias: bool
+) -> None:
+    """Chunks are what plain tensors make of them, in both types, and the whole is autograd's."""
+    for vocab in (13, 32):
+        arguments = test_linear_mixed_loss.chunk(6, vocab, softcap, scale, has_bias, torch.float32)
+        test_linear_mixed_loss.assert_is_the_body(arguments, mix, rtol=2e-5, atol=5e-6)
+    arguments = test_linear_mixed_loss.chunk(6, 40, softcap, scale, has_bias, torch.bfloat16)
+    test_linear_mixed_loss.assert_is_the_body(arguments, mix, rtol=2**-7, atol=5e-6)
+    test_linear_mixed_loss.test_it_is_what_autograd_makes_of_the_formula(softcap, scale, mix, has_bias, monkeypatch)
+
+
+@interpreted
+@pytest.mark.usefixtures("_kernels")
+def test_rows_of_the_mixed_loss_that_do_not_count_leave_no_trace() -> None:
+    """Rows past the last, and rows of weight 0 whatever they hold."""
+    test_linear_mixed_loss.test_rows_that_do_not_count_leave_no_trace()
+    test_linear_mixed_loss.test_l1_is_twice_the_total_variation()
+    test_linear_mixed_loss.test_the_least_divergence_is_the_target()
 
 
 @interpreted
