@@ -13,6 +13,7 @@ import typer
 
 from paceline.errors import ConfigError, ModelError, printable
 from paceline.files import write_atomically
+from paceline.models.imports import import_models
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +111,7 @@ def check(
     """Check a drafter's folder against its target: keys, numbers, behaviour, engines. Exit code 1 if one is wrong."""
     from rich.console import Console
 
+    import_models()
     from paceline.plan.resolve import resolve_device
 
     if not run_target and (prompts or engine == "vllm"):

@@ -28,6 +28,7 @@ from paceline.config import RunConfig, parse_config
 from paceline.control.run_folder import RunFolder
 from paceline.errors import ConfigError
 from paceline.files import locked, write_atomically
+from paceline.models.imports import import_models
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -137,6 +138,7 @@ def _demo(
     settings = {"minutes": minutes, "target": name, "prompts": [str(path) for path in own_prompts]}
     saved = _saved_plan(out, settings)
     with phases.phase("fetch", f"the target: {name}"):
+        import_models()
         target = own_target or str(demo_target())
         prompts = _own_prompts(own_prompts) if own_prompts else _sample_prompts()
         console.print(target, markup=False)

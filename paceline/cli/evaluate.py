@@ -14,6 +14,7 @@ import typer
 from paceline.cli.evaluate_engines import Engine
 from paceline.errors import ConfigError, ModelError
 from paceline.files import write_atomically
+from paceline.models.imports import import_models
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +146,8 @@ def eval(
 
     from paceline.cli.evaluate_engines import ServerOptions, served_record
     from paceline.cli.evaluate_show import print_evaluation, print_prompt, print_served
+
+    import_models()
     from paceline.eval.evaluate import read_prompts, sample_prompts
 
     if json_file not in (None, "-"):

@@ -42,6 +42,7 @@ from paceline.control.signals import StopRequest
 from paceline.control.steering import Steering
 from paceline.errors import CheckpointError, ConfigError, GroupLost, PipelineError
 from paceline.files import explain, sha256
+from paceline.models.imports import import_models
 
 if TYPE_CHECKING:
     from paceline.dflash.acceptance import Acceptance
@@ -108,21 +109,27 @@ def train(
         interval_s = profile_interval_of(config, profile_interval)
         _print_plan(goes_on(config, allowed_keys(allow_change or [])), interval_s, as_json)
         return
-    report = start_or_resume(config, TrainProgress(quiet=as_json), profile_interval, allow_change or [])
+    progress = TrainProgress(quiet=as_json)
+    report = start_or_resume(config, progress, profile_interval, allow_change or [], own_process=True)
     _finish(RunFolder(config.run.dir), report, as_json)
 
 
 def start_or_resume(
-    config: RunConfig, progress: TrainProgress, profile_interval: str | None = None, allow_change: Sequence[str] = ()
+    config: RunConfig,
+    progress: TrainProgress,
+    profile_interval: str | None = None,
+    allow_change: Sequence[str] = (),
+    own_process: bool = False,
 ) -> TrainReport:
     """Train as configured, or go on with the run that is in its folder.
 
     Args:
         profile_interval, allow_change: As given to the command.
+        own_process: See `run_training`.
     Raises: PacelineError of any kind; the run folder then holds the last complete step.
     """
     interval_s, allowed = profile_interval_of(config, profile_interval), allowed_keys(allow_change)
-    return run_training(goes_on(config, allowed), progress, interval_s, allowed)
+    return run_training(goes_on(config, allowed), progress, interval_s, allowed, own_process)
 
 
 def goes_on(config: RunConfig, allowed: Collection[str] = ()) -> RunConfig:
@@ -150,7 +157,7 @@ def resume(
     wanted = wanted.model_copy(update={"run": wanted.run.model_copy(update={"dir": str(run_dir)})})
     allowed = allowed_keys(allow_change or [])
     config = merge_with_saved(saved, wanted, allowed)
-    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s, allowed), as_json)
+    _finish(run, run_training(config, TrainProgress(quiet=as_json), interval_s, allowed, own_process=True), as_json)
 
 
 def allowed_keys(keys: Sequence[str]) -> frozenset[str]:
@@ -212,13 +219,18 @@ def resolve_config(config: RunConfig) -> tuple[ResolvedRun, Any]:
 
 
 def run_training(
-    config: RunConfig, progress: TrainProgress, interval_s: float | None = None, allowed: Collection[str] = ()
+    config: RunConfig,
+    progress: TrainProgress,
+    interval_s: float | None = None,
+    allowed: Collection[str] = (),
+    own_process: bool = False,
 ) -> TrainReport:
     """Train as configured in its run folder, from where it stands.
 
     Args:
         interval_s: From `profile_interval_of`; None: what follows from variable and configuration.
         allowed: Keys that may differ from those of the run's checkpoints, from `allowed_keys`.
+        own_process: This process does nothing else, so `models.imports.import_models` may change it.
     Raises: PacelineError of any kind; the run folder then holds the last complete step.
     """
     if config.profiling.sigusr1 and threading.current_thread() is threading.main_thread():
@@ -226,6 +238,8 @@ def run_training(
     with StopRequest(config.run.stop_signal) as stop:  # first of all: importing torch takes seconds, in which Ctrl-C
         interval_s = profile_interval_of(config, None) if interval_s is None else interval_s  # has to count as well
         began, num_restarts, last = time.monotonic(), 0, None
+        if own_process:
+            import_models()
         while True:
             try:
                 return _train(config, progress, stop, interval_s, allowed, began)
